@@ -27,9 +27,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from roundpipe.packing.format import Format
-from roundpipe.packing.formats import FORMATS, format_of
-from roundpipe.packing.kernel.choice import expand_into, refusal
+from rp_packing.format import Format
+from rp_packing.formats.by_name import FORMATS, format_of
+from rp_packing.kernel.choice import expand_into, refusal
 
 Tensor = torch.Tensor
 Way = Callable[[], object]

@@ -1,18 +1,22 @@
-"""Blocks between machines, side by side in one run: numbers of connections, and sums at owners beside gloo's.
+"""Blocks and values between machines, in one run: numbers of connections, sums at owners beside gloo's, codes.
 
     torchrun --nproc-per-node 2 benchmarks/network.py [--mib 64] [--rounds 7] [--connections 1 2 4] [--check]
 
 Without torchrun it starts `--machines` processes on this machine. Rates are medians in GB/s (1e9 bytes) of what
-each machine sends, while it receives as much; rounds take turns. `--check` ends with exit code 1 where gloo's
-`all_reduce` is faster than reduce and gather over the best number of connections.
+each machine sends, while it receives as much; rounds take turns. Values are exchanged over links, whose messages
+carry codes; what these take is measured beside it. `--check` ends with exit code 1 where gloo's `all_reduce` is
+faster than reduce and gather over the best number of connections.
 """
 
 from __future__ import annotations
 
 import argparse
+import hmac
 import os
 import socket
+import statistics
 import sys
+import time
 from functools import partial
 
 import torch
@@ -96,11 +100,32 @@ def run(options: argparse.Namespace) -> bool:
         for name, seconds in slowest.items():
             (nbytes,) = (nbytes for key, nbytes in sent.items() if name.startswith(key))
             print(f"{name:46s} {1e3 * seconds:8.1f} ms  {nbytes / seconds / 1e9:6.2f} GB/s")
+    _report_values(first)
     ours = min(seconds for name, seconds in slowest.items() if name.startswith("reduce and"))
     for machines in every.values():
         machines.close()
     dist.destroy_process_group()
     return ours <= slowest["gloo's all_reduce fp32"]
+
+
+def _report_values(machines: Machines) -> None:
+    """Print how long values of some sizes take, and the two codes of each of their messages."""
+    for nbytes, count in ((10, 2000), (1_000_000, 20)):
+        value, body, took_s = "x" * nbytes, bytes(min(nbytes, 1 << 16)), []
+        for _ in range(count):
+            begin_s = time.perf_counter()
+            machines.exchange(value)
+            took_s.append(time.perf_counter() - begin_s)
+        begin_s = time.perf_counter()
+        for _ in range(count):
+            for _ in range(2 * -(-nbytes // len(body))):
+                hmac.digest(bytes(32), bytes(12) + body, "sha256")
+        codes_s = (time.perf_counter() - begin_s) / count
+        if machines.rank == 0:
+            print(
+                f"exchange of {nbytes} bytes  {1e6 * statistics.median(took_s):8.0f} us, "
+                f"of which codes {1e6 * codes_s:8.1f} us"
+            )
 
 
 def _together(machines: Machines, way: partial) -> None:

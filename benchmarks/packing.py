@@ -23,8 +23,8 @@ from itertools import pairwise
 
 import torch
 from roundpipe import PackedWeight
-from roundpipe.packing.formats import FORMATS, format_of
-from roundpipe.packing.nf4 import VALUES
+from rp_packing.formats.by_name import FORMATS, format_of
+from rp_packing.formats.nf4 import VALUES
 
 WINDOW = 1 << 24
 MIDDLES = torch.tensor([(one + other) / 2 for one, other in pairwise(VALUES)])

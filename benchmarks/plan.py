@@ -22,11 +22,11 @@ from functools import partial
 from pathlib import Path
 
 from rp_sched import (
-    Course,
     Host,
     LayerCost,
     Limits,
     Plan,
+    PricedPlan,
     Replanner,
     Search,
     check_order,
@@ -63,16 +63,16 @@ def main() -> None:
             print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, (16, *[12] * 9), strict=False)))
 
 
-def found(model: Published, microbatches: int, limits: Limits) -> Course:
+def found(model: Published, microbatches: int, limits: Limits) -> PricedPlan:
     """The adaptive plan."""
     how = {"devices": DEVICES, "microbatches": microbatches, "mode": "fused", "limits": limits}
     return Search(model.costs, **how).finish()
 
 
-def published(model: Published, microbatches: int, limits: Limits) -> Course:
+def published(model: Published, microbatches: int, limits: Limits) -> PricedPlan:
     """The plan of the published method."""
     how = {"microbatches": microbatches, "mode": "fused", "limits": limits}
-    return Course(plan(model.costs, devices=DEVICES, strategy="roundrobin", **how), model.costs, **how)
+    return PricedPlan(plan(model.costs, devices=DEVICES, strategy="roundrobin", **how), model.costs, **how)
 
 
 def over_ideal(model: Published, microbatches: int, ms: float) -> str:
@@ -141,7 +141,7 @@ def linked_rows() -> Iterator[Sequence[object]]:
     for model, microbatches in settings():
         limits = replace(model.limits, upload_gb_s=LINK_GB_S, download_gb_s=LINK_GB_S)
         ours, theirs = (make(model, microbatches, limits) for make in (found, published))
-        times = (over_ideal(model, microbatches, course.steady_ms(DEVICES)) for course in (ours, theirs))
+        times = (over_ideal(model, microbatches, priced.steady_ms(DEVICES)) for priced in (ours, theirs))
         yield model.name, microbatches, *times, stages(ours.plan), len(ours.jobs)
 
 
@@ -164,7 +164,7 @@ def planning_rows() -> Iterator[Sequence[object]]:
         ways = {
             "at once": lambda how=how, model=model: Search(model.costs, **how),
             "all": lambda how=how, model=model: Search(model.costs, **how).finish(),
-            "cached": replanner.course,
+            "cached": replanner.priced_plan,
         }
         seconds = side_by_side(ways, rounds=7, warmup=1)
         cells = (f"{seconds[name] * 1e3:.1f} ms" for name in ("at once", "all"))
@@ -175,9 +175,9 @@ def price_rows() -> Iterator[Sequence[object]]:
     """Relative errors of prices: all, and by the resource that bounds the plan."""
     yield "bound by", "plans", "median", "90 %", "largest"
     errors: dict[str, list[float]] = {}
-    for course, devices in cases(seed=2, count=150):
-        error = abs(course.steady_ms(devices) / simulated_ms(course, devices, calls=12) - 1)
-        for name in ("all", course.bottleneck(devices)):
+    for priced, devices in cases(seed=2, count=150):
+        error = abs(priced.steady_ms(devices) / simulated_ms(priced, devices, calls=12) - 1)
+        for name in ("all", priced.bottleneck(devices)):
             errors.setdefault(name, []).append(error)
     for name, found in errors.items():
         found.sort()

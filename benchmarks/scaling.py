@@ -1,6 +1,6 @@
 """What one to eight GPUs are worth: measurements beside their simulation, and predictions with their bottleneck.
 
-    uv run python benchmarks/scaling.py          # print the tables of docs/scaling.md
+    uv run python benchmarks/scaling.py          # print the tables of results/scaling.md
     uv run python benchmarks/scaling.py --write  # replace them there; a test compares them
 
 Nothing is measured here. What was measured, and where, is in `MEASURED`; every other number is simulated from the
@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rp_sched import Course, Host, LayerCost, Limits, Plan, Search, Switch, plan, simulated_ms
+from rp_sched import Host, LayerCost, Limits, Plan, PricedPlan, Search, Switch, plan, simulated_ms
 from rp_sched.problem import spans
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "rp_sched"))
 from published import MODELS, Published
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "scaling.md"
+DOCUMENT = Path(__file__).parent / "results" / "scaling.md"
 BEGIN, END = "<!-- made by benchmarks/scaling.py -->", "<!-- end -->"
 GB = 10**9
 SEQUENCE = 2048
@@ -143,8 +143,8 @@ class Run:
         groups = spans.divide(self.microbatches, self.gpus) if self.gpus > 1 else ()
         whole = Plan(fused=range(len(costs)), groups=groups, in_turn=False)
         limits = replace(H200, host=launching.host(host), leaving_bytes=0 if self.held else None)
-        course = Course(whole, costs, mode="fused", microbatches=self.microbatches, limits=limits)
-        return 64 * SEQUENCE / simulated_ms(course, self.gpus, calls=12)
+        priced = PricedPlan(whole, costs, mode="fused", microbatches=self.microbatches, limits=limits)
+        return 64 * SEQUENCE / simulated_ms(priced, self.gpus, calls=12)
 
 
 MEASURED = (
@@ -200,8 +200,8 @@ def _roundrobin(model: Published, microbatches: int, devices: int, limits: Limit
         limits=limits,
         strategy="roundrobin",
     )
-    course = Course(found, model.costs, mode="fused", microbatches=microbatches, limits=limits)
-    return simulated_ms(course, devices)
+    priced = PricedPlan(found, model.costs, mode="fused", microbatches=microbatches, limits=limits)
+    return simulated_ms(priced, devices)
 
 
 def _behind_switches(limits: Limits, devices: int) -> Limits:
@@ -215,12 +215,12 @@ def _behind_switches(limits: Limits, devices: int) -> Limits:
 class Found:
     """The fastest plan of several numbers of microbatches, and its time per token or microbatch."""
 
-    course: Course
+    priced_plan: PricedPlan
     ms: float
 
     def bound(self, devices: int) -> str:
         """The resource that bounds it."""
-        return self.course.bottleneck(devices)
+        return self.priced_plan.bottleneck(devices)
 
 
 def fastest(problems: Sequence[tuple[Sequence[LayerCost], int]], devices: int, limits: Limits) -> Found:
@@ -228,8 +228,8 @@ def fastest(problems: Sequence[tuple[Sequence[LayerCost], int]], devices: int, l
     found: list[Found] = []
     for costs, microbatches in problems:
         search = Search(costs, devices=devices, microbatches=microbatches, mode="fused", limits=limits)
-        course = search.settle()
-        found.append(Found(course, simulated_ms(course, devices)))
+        priced = search.settle()
+        found.append(Found(priced, simulated_ms(priced, devices)))
     return min(found, key=lambda each: each.ms)
 
 

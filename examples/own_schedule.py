@@ -60,7 +60,7 @@ def main(words: list[str]) -> list[float]:
         plan.check(len(costs), "fused")
     times = {}
     for stages, plan in plans.items():
-        course = rp_sched.Course(plan, costs, mode="fused", microbatches=microbatches)
+        course = rp_sched.PricedPlan(plan, costs, mode="fused", microbatches=microbatches)
         times[stages] = rp_sched.simulated_ms(course, devices)
         print(f"{stages} stages: {times[stages]:.3f} ms a call, {plan}")
     chosen = plans[min(times, key=times.__getitem__)]

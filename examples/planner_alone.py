@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rp_sched import Course, Host, LayerCost, Limits, Plan, RoundRobin, order, plan, simulated_ms
+from rp_sched import Host, LayerCost, Limits, Plan, PricedPlan, RoundRobin, order, plan, simulated_ms
 
 
 def main(words: list[str]) -> list[float]:
@@ -40,7 +40,7 @@ def main(words: list[str]) -> list[float]:
     problem = {"mode": "fused", "microbatches": arguments.microbatches, "limits": limits}
 
     def milliseconds(made: Plan) -> float:
-        return simulated_ms(Course(made, costs, **problem), arguments.devices)
+        return simulated_ms(PricedPlan(made, costs, **problem), arguments.devices)
 
     found = {
         "adaptive": plan(costs, devices=arguments.devices, **problem),
@@ -49,7 +49,7 @@ def main(words: list[str]) -> list[float]:
     times = {name: milliseconds(made) for name, made in found.items()}
     for name, made in found.items():
         print(f"{name}: {times[name]:.0f} ms a call, {made}")
-    course = Course(found["adaptive"], costs, **problem)
+    course = PricedPlan(found["adaptive"], costs, **problem)
     print("bound by", course.bottleneck(arguments.devices))
     print("tasks of a call:")
     for task in order(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.util
 import os
 import signal
 import sys
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +46,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--nightly``: nothing is left out. ``--part``: each test is in one of two."""
+    """``--pairs`` and ``--nightly``: less is left out, or nothing. ``--part``: each test is in one of two."""
+    parser.addoption(
+        "--pairs",
+        action="store_true",
+        help="all combinations (of pairwise tests every pair of values) instead of some with each value",
+    )
     parser.addoption(
         "--nightly", action="store_true", help="also run what tests marked pairwise leave out: all combinations"
     )
@@ -66,11 +74,21 @@ def cuda_is_here() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collect no garbage meanwhile: nearly all that imports make stays, and going through it takes long."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what is marked ``cuda`` without a CUDA device; leave out what is for the night."""
-    if not config.option.nightly:
-        _leave_out(superfluous(items), config, items)
+    """Skip what is marked ``cuda`` without a CUDA device; leave out what is for later, unless cases are named."""
+    if not config.option.nightly and not any("[" in argument for argument in config.args):
+        _leave_out(superfluous(items, pairs=config.option.pairs), config, items)
     if config.option.part is not None:
         among = traced(items)
         _leave_out(among if config.option.part == "others" else set(items) - among, config, items)
@@ -113,6 +131,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def pytest_sessionfinish() -> None:
-    """Let the interpreter collect it all at its end; some libraries complain of what is left."""
-    gc.unfreeze()
+# Some libraries complain of what is left when the interpreter ends, which collects it all. Not before: pytest
+# collects five times when tests are over, to tell of errors in what they left, and that was never frozen.
+atexit.register(gc.unfreeze)

@@ -10,7 +10,7 @@ _THOROUGH = 100
 
 def register_profiles() -> None:
     """Register all and choose ``quick``; ``--hypothesis-profile=thorough`` chooses another one."""
-    settings.register_profile("quick", max_examples=25, deadline=None)
+    settings.register_profile("quick", max_examples=10, deadline=None)
     settings.register_profile("thorough", max_examples=_THOROUGH, deadline=None)
     # For code that is broken on purpose: it need not be told how, only that, and in every run alike.
     generate = (Phase.explicit, Phase.generate)
@@ -26,6 +26,6 @@ def examples(thorough: int) -> int:
     >>> with_profile = lambda name: (settings.load_profile(name), examples(60))[1]
     >>> register_profiles()
     >>> with_profile("thorough"), with_profile("quick")
-    (60, 15)
+    (60, 6)
     """
     return max(1, thorough * settings.default.max_examples // _THOROUGH)

@@ -10,7 +10,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from programs import Program
 
@@ -45,10 +45,14 @@ def free_port() -> int:
 
 
 class Ranks:
-    """Programs under way, one of each rank; what they tell comes through pipes."""
+    """Programs under way, one of each rank; what they tell comes through pipes.
 
-    def __init__(self, programs: Sequence[Program], pipes: Sequence[int]) -> None:
+    `environment`: what all have, beside their ranks.
+    """
+
+    def __init__(self, programs: Sequence[Program], pipes: Sequence[int], environment: Mapping[str, str]) -> None:
         self.programs = programs
+        self.environment = environment
         self._pipes = pipes
         self._unread = [b"" for _ in pipes]
 
@@ -85,20 +89,15 @@ def ranks(
     port = port or free_port()
     with contextlib.ExitStack() as stack:
         programs, pipes = [], []
+        shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment}
         for rank in range(size):
             reader, writer = os.pipe()
             stack.callback(os.close, reader)
-            place = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-            program = Program(PRELUDE + code, imports=imports, stdout=writer, **place, **environment)
+            program = Program(PRELUDE + code, imports=imports, stdout=writer, RANK=str(rank), **shared)
             os.close(writer)
             programs.append(stack.enter_context(program))
             pipes.append(reader)
-        yield Ranks(programs, pipes)
+        yield Ranks(programs, pipes, shared)
 
 
 def told(code: str, size: int, **environment: str) -> list[object]:

@@ -1,7 +1,8 @@
 """Programs in processes of their own, forked from one that has already imported what they need.
 
 Importing torch takes seconds, and transformers more; a fork takes milliseconds. The process that is forked has
-imported modules and done nothing else, so a program finds what it would find in a fresh interpreter.
+imported modules and done nothing else, so a program finds what it would find in a fresh interpreter, except that
+torch is frozen for the collector of garbage.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ TORCH = "import torch\n"
 # What torch's first optimizer imports, too.
 ENGINE = "import roundpipe, torch._dynamo\n"
 # What the command line imports once it trains a model.
-COMMAND_LINE = "import roundpipe.cli\nfrom transformers import AutoModelForCausalLM, Qwen3ForCausalLM\n"
+COMMAND_LINE = "import rp_cli.main\nfrom transformers import AutoModelForCausalLM, Qwen3ForCausalLM\n"
 # The program runs at the top of the module, where the interpreter then ends by itself.
 _TEMPLATE = """
-import faulthandler, json, os, signal, socket, sys, warnings
+import faulthandler, gc, json, os, signal, socket, sys, warnings
 
 def serve(asked):
     while True:
@@ -64,7 +65,14 @@ def become(request, files):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Where all threads are is told on SIGABRT.
     faulthandler.enable()
+    # It complains of what is left of it at the end.
+    if "triton" in sys.modules:
+        gc.unfreeze()
 
+# Programs would go through all that was imported whenever they collect garbage and when they end. Not what
+# is imported after this: Triton complains of what is left at the end.
+gc.collect()
+gc.freeze()
 exec(serve(socket.socket(fileno=int(sys.argv.pop(1)))))
 """
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from decoder import Size, decoder
-from roundpipe.cli.training.data import Corpus, Text, hold_out, read_corpus
 from torch import Tensor, nn
 from torch.nn import functional
+
+from late.corpus import Corpus, Text, hold_out, library_corpus
 
 Batch = tuple[Tensor, Tensor]
 _HELD_OUT_BATCHES = 8
@@ -81,7 +82,7 @@ def _decoder(name: str, device: torch.device) -> Workload:
 
 @cache
 def _sources() -> Corpus:
-    return read_corpus(None)
+    return library_corpus()
 
 
 def _on(device: torch.device, corpus: Corpus) -> tuple[Tensor, Tensor]:

@@ -19,5 +19,5 @@ def default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Runtime
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ROUNDPIPE_DEVICES", "cpu:2")
     with Runtime("cpu:2") as runtime:
-        monkeypatch.setattr("roundpipe.runtime.runtime._default", [runtime])
+        monkeypatch.setattr("rp_engine.runtime.runtime._default", [runtime])
         yield runtime

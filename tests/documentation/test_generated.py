@@ -24,6 +24,7 @@ def test_notebooks_are_those_of_the_examples() -> None:
     assert {path: path.read_text() for path in (ROOT / "examples").glob("*.ipynb")} == expected
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("default")
 def test_a_notebook_runs_cell_by_cell() -> None:
     cells = json.loads((ROOT / "examples/lora.ipynb").read_text())["cells"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from roundpipe import Runtime
+from torch import nn
 
 # Test files are imported one by one; what they share lies beside them.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -17,8 +18,11 @@ DEVICES = ["cpu:1", "cpu:2", "cpu:4", pytest.param("cuda", marks=pytest.mark.cud
 
 
 @pytest.fixture(params=DEVICES)
-def devices(request: pytest.FixtureRequest) -> str:
+def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A device string."""
+    if request.param == "cuda":
+        # What is compared with the CPU is computed in fp32 there, too: cuDNN would use TF32.
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     return request.param
 
 
@@ -29,16 +33,15 @@ def runtime(devices: str) -> Iterator[Runtime]:
         yield opened
 
 
-@pytest.fixture(autouse=True)
-def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compared with the CPU is computed in fp32 there, too: cuDNN would use TF32."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+@pytest.fixture(scope="module")
+def small_departures() -> Iterator[None]:
+    """Gradients of small layers leave one by one while backward goes on, as those of large ones do.
 
-
-@pytest.fixture(autouse=True)
-def small_departures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of small layers leave one by one while backward goes on, as those of large ones do."""
-    monkeypatch.setattr("roundpipe.execution.stage.backpropagation._DEPARTURE_BYTES", 1)
+    For files that compare numbers or look at gradients while they leave: `pytest.mark.usefixtures`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rp_engine.execution.stage.backpropagation._DEPARTURE_BYTES", 1)
+        yield
 
 
 @pytest.fixture
@@ -46,3 +49,12 @@ def two() -> Iterator[Runtime]:
     """A runtime on two CPU devices, for tests that say nothing new on other devices."""
     with Runtime("cpu:2") as opened:
         yield opened
+
+
+@pytest.fixture
+def samples_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models say that samples come first, as rows of rp_presets do, so a call does not try how it can be split.
+
+    For tests that count what layers do, or let them fail, in a certain call.
+    """
+    monkeypatch.setattr(nn.Module, "main_arguments", ("samples",), raising=False)

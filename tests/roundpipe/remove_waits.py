@@ -1,7 +1,7 @@
 """Takes away one wait of the engine at a time and runs `waiting.py` on what is left; run as a program.
 
 Takes numbers, one a line, and answers how the run ended (``passed`` is bad news); -1 takes no wait away. The
-engine's own sources are copied, changed in the copy, and imported from there.
+engine's own sources, and those of rp-machines, are copied, changed in the copy, and imported from there.
 """
 
 from __future__ import annotations
@@ -12,24 +12,37 @@ import shutil
 import sys
 import tempfile
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ENGINE = HERE.parents[1] / "packages/rp-core/src/roundpipe"
+PACKAGES = HERE.parents[1] / "packages"
+COPIED = {
+    "rp_engine": PACKAGES / "rp-engine/src/rp_engine",
+    "rp_machines": PACKAGES / "rp-machines/src/rp_machines",
+}
 # A run that has not ended by then hangs, as a forgotten wait may make it; without one it takes a few seconds.
 LIMIT_S = 120
 
 
 @dataclass(frozen=True)
 class Wait:
-    """One wait: `text` in `file` (its `nth` place there, from 0), and what stands there without it."""
+    """One wait: `text` in `file` (its `nth` place there, from 0), and what stands there without it.
+
+    `file`: in the engine, unless it begins with another package.
+    """
 
     file: str
     text: str
     what: str
     without: str = "pass"
     nth: int = 0
+
+    def path_in(self, folders: Mapping[str, Path]) -> Path:
+        """Return the file. `folders`: of packages."""
+        package, _, rest = self.file.partition("/")
+        return folders[package] / rest if package in folders else folders["rp_engine"] / self.file
 
     def removed_from(self, source: str) -> str:
         """The file without this wait."""
@@ -152,8 +165,8 @@ WAITS = [
         "self._place.lane.settle_device()",
         "buffers of a task that ran out of memory are read when they have come",
     ),
-    Wait("optimizer/gradient_loan.py", "self._ticket.enter()", "a step waits for the gradients"),
-    Wait("optimizer/gradient_loan.py", "self._weights.enter()", "a step in place waits for readers"),
+    Wait("peers/alone.py", "self._ticket.enter()", "a step waits for the gradients"),
+    Wait("optimizer/linked_block.py", "self._weights.enter()", "a step in place waits for readers"),
     Wait("optimizer/publication.py", "ticket.enter()", "publishing waits for those who read the old weights"),
     Wait("optimizer/updates.py", "wait_until(outcome.wait)", "what is asked between calls waits for steps"),
     Wait(
@@ -187,9 +200,15 @@ WAITS = [
     ),
     Wait(
         "engine/host_parameters.py",
-        "        self._settle()\n        self.gradients.drop()\n\n    def reset",
+        "        self.drain()\n        unfrozen",
+        "blocks are regrouped when nobody uses them",
+        "        unfrozen",
+    ),
+    Wait(
+        "engine/host_parameters.py",
+        "        self._settle()\n        self.gradients.drop_all()\n\n    def reset",
         "gradients are dropped when all have come",
-        "        self.gradients.drop()\n\n    def reset",
+        "        self.gradients.drop_all()\n\n    def reset",
     ),
     Wait(
         "engine/host_parameters.py",
@@ -217,37 +236,38 @@ WAITS = [
         "what is asked between calls waits for all turns",
         "if True:",
     ),
-    Wait("optimizer/reduction.py", "self._ticket.enter()", "machines reduce gradients that have come"),
-    Wait("optimizer/reduction.py", "work.wait()", "a step waits for the gradients of other machines"),
+    Wait("rp_machines/reduction.py", "self._ticket.enter()", "machines reduce gradients that have come"),
+    Wait("rp_machines/reduction.py", "work.wait()", "a step waits for the gradients of other machines"),
     Wait("optimizer/steps.py", "shared.settle(tracer)", "a failed step waits for its transfers"),
-    Wait("optimizer/gathering.py", "each.wait()", "a failed step waits for results that nobody uses"),
-    Wait("optimizer/gathering.py", "work.wait()", "results are sent again when they have been sent"),
+    Wait("rp_machines/gathering.py", "each.wait()", "a failed step waits for results that nobody uses"),
+    Wait("rp_machines/gathering.py", "work.wait()", "results are sent again when they have been sent"),
     Wait(
-        "optimizer/gathering.py",
+        "rp_machines/gathering.py",
         "copies.wait()\n        copies.tell",
         "publishing waits for the weights of other machines",
         "copies.tell",
     ),
     Wait(
-        "optimizer/gathering.py",
+        "rp_machines/gathering.py",
         "self._under_way[block].wait()",
         "weights written outside come after the results of other machines",
     ),
     Wait(
-        "optimizer/gathering.py",
+        "rp_machines/gathering.py",
         "copies.wait()",
         "a checkpoint waits for the results of other machines",
         nth=1,
     ),
-    Wait("runtime/passing.py", "work.wait()", "what other machines have computed is waited for"),
+    Wait("rp_machines/passing.py", "work.wait()", "what other machines have computed is waited for"),
 ]
 
 
 def changed_copy(folder: Path, number: int) -> None:
-    """The engine without one wait."""
-    shutil.copytree(ENGINE, folder / "roundpipe", ignore=shutil.ignore_patterns("__pycache__", "cli"))
+    """The engine, and what lets it work with other machines, without one wait."""
+    for package, source in COPIED.items():
+        shutil.copytree(source, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     if number >= 0:
-        path = folder / "roundpipe" / WAITS[number].file
+        path = WAITS[number].path_in({package: folder / package for package in COPIED})
         path.write_text(WAITS[number].removed_from(path.read_text()))
 
 

@@ -89,6 +89,10 @@ class Kind:
         """In 16 bits, gradients of a weight of two layers are rounded elsewhere if the layers are cut apart."""
         return 1e-6 if self.dtype is torch.float32 else 1e-2
 
+    @property
+    def trains(self) -> bool:
+        return self.how not in ("inference", "loss")
+
     def config(self) -> RoundPipeRunConfig:
         return RoundPipeRunConfig(
             num_microbatch=MICROBATCHES,
@@ -112,6 +116,7 @@ KINDS = {
     "divided": Kind(Plan([range(3)], range(3, 6), [range(3)], groups=EACH, backward_groups=EACH), devices=2),
     "packed": Kind(Plan([range(4), range(4, 6)], None, [range(3, 6), range(3)]), how="packed", devices=2),
     "inference": Kind(Plan([range(3), range(3, 6)]), how="inference"),
+    "loss": Kind(Plan([range(3), range(3, 6)]), how="loss"),
     "planned": Kind(None, devices=2),
 }
 
@@ -123,6 +128,8 @@ def call(model: RoundPipe, how: str, x: torch.Tensor, y: torch.Tensor) -> torch.
     if how == "inference":
         with torch.no_grad():
             return model(x).sum()
+    if how == "loss":
+        return model.loss((x,), None, y, square_error)
     if how == "forward_backward":
         return model.forward_backward((x,), None, y, square_error)
     outputs = model(x)
@@ -142,10 +149,10 @@ def training(kind: Kind, runtime: Runtime, *, calls: int = 2) -> Iterator[Found]
     x, y = (tensor.to(kind.dtype) for tensor in batch(SIZE))
     for number in range(calls):
         torch.manual_seed(number)
-        x = x.detach().requires_grad_(kind.how != "inference")
+        x = x.detach().requires_grad_(kind.trains)
         loss = call(model, kind.how, x, y)
         found: Found = {"loss": loss, "input": x.grad}
-        if kind.how != "inference":
+        if kind.trains:
             model.step(optimizer.step, is_async=kind.is_async)
         model.synchronize()
         yield found | weights(layers) | gradients(layers)

@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from plain import assert_near, batch, plans, square_error
 from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, Runtime
-from roundpipe.state.gradient import Gradient
-from roundpipe.telemetry.transfer_times import Moving, Way
+from rp_engine.state.gradient import Gradient
+from rp_engine.telemetry.transfer_times import Moving, Way
 from rp_optim import GradientPair
 from rp_sched import Plan
 from rp_transfer import Conveyor, CpuBackend, Layout, Unordered
 from torch import nn
+
+pytestmark = pytest.mark.usefixtures("small_departures")
 
 # Layers, all (rows, 4) to (rows, 4)
 
@@ -143,6 +145,7 @@ def train(
 
 @pytest.mark.slow
 @pytest.mark.pairwise
+@pytest.mark.usefixtures("samples_first")
 @pytest.mark.parametrize("calls", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("plan", PLANS)
@@ -403,7 +406,7 @@ def test_a_step_that_reads_a_second_block_too_early_is_noticed() -> None:
     send(backend, gradient, {0: 1.0})()
     late = send(backend, gradient, {0: 1.0})
     assert len(gradient.blocks()) == 2
-    # As `Loan.arrive` does, which a step calls first.
+    # As `LinkedBlock.arrive` does, which a step calls first.
     with pytest.raises(Unordered):
         backend.host_touch(read=gradient.blocks())
     late()

@@ -23,6 +23,8 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from rp_sched import Plan
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("small_departures")
+
 NEAR = 2e-5
 
 

@@ -16,9 +16,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from plain import assert_near, gradients, square_error, weights
 from roundpipe import DeviceMemoryWarning, RoundPipe, RoundPipeRunConfig, Runtime
-from roundpipe.execution.task_job import TaskJob
+from rp_engine.execution.task_job import TaskJob
 from rp_sched import Plan
 from torch import nn
+
+pytestmark = pytest.mark.usefixtures("small_departures")
 
 WIDTH = 8
 MAKE = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import rp_batch
@@ -14,11 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plain import assert_near, batch, gradients, square_error, twin, weights
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
-from roundpipe.device.randomness import draw_seed, mix
 from roundpipe.optim import AdamW
-from roundpipe.state.model_state import MasterKind
+from rp_engine.device.randomness import draw_seed, mix
+from rp_engine.state.model_state import MasterKind
 from rp_sched import Plan
 from torch import nn
+
+pytestmark = pytest.mark.usefixtures("small_departures")
 
 EXAMPLES = examples(500)
 CALLS = 2
@@ -176,12 +179,19 @@ Found = tuple[
 ]
 
 
+def split_of(layers: nn.Module) -> Any:
+    """How the input is split: said where a microbatch changes a buffer that the next one reads."""
+    is_said = any(isinstance(layer, Centred) for layer in layers.modules())
+    return ((rp_batch.Split(),), None) if is_said else None
+
+
 def ours(training: Training, x: torch.Tensor, y: torch.Tensor) -> Found:
     """Losses, gradients, the input's gradient, and the weights after a step."""
     config = RoundPipeRunConfig(
         num_microbatch=training.microbatches,
         execute_plan=training.plan,
         recompute_grain=training.grain,
+        split_input=split_of(training.layers),
     )
     with Runtime(f"cpu:{training.devices}") as runtime:
         model = RoundPipe(
@@ -246,6 +256,7 @@ def stepped(training: Training, *, during: bool, master: MasterKind) -> list[tor
         num_microbatch=training.microbatches,
         execute_plan=training.plan,
         recompute_grain=training.grain,
+        split_input=split_of(training.layers),
     )
     x, y = (tensor.to(training.dtype) for tensor in batch(training.size))
     with Runtime(f"cpu:{training.devices}") as runtime:

@@ -15,6 +15,8 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, StepFailed
 from rp_sched import Plan
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("small_departures")
+
 APART = Plan([range(0, 1), range(1, 2)], range(2, 3), [range(1, 2), range(0, 1)])
 # What backward passes do, by the number of outputs of the layer; its own attributes are copied to devices once.
 IN_BACKWARD: dict[int, Callable[[], object]] = {}

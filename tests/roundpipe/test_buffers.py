@@ -13,6 +13,8 @@ from roundpipe import RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime, wr
 from rp_sched import Plan
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("small_departures")
+
 
 @pytest.fixture(autouse=True)
 def fp64() -> Iterator[None]:
@@ -52,6 +54,7 @@ def buffered_row(picky: bool = False) -> nn.Sequential:
     )
 
 
+@pytest.mark.usefixtures("samples_first")
 @pytest.mark.pairwise
 @pytest.mark.parametrize("picky", [False, True])
 @pytest.mark.parametrize("grain", ["stage", "layer"])
@@ -74,6 +77,7 @@ def test_buffers_and_gradients_are_those_of_plain_pytorch(
 
 @pytest.mark.slow
 @pytest.mark.pairwise
+@pytest.mark.usefixtures("samples_first")
 @pytest.mark.parametrize("picky", [False, True])
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("plan_name", WHOLE_PLANS)
@@ -109,6 +113,7 @@ def test_evaluation_writes_no_running_statistics(runtime: Runtime) -> None:
     assert_near(weights(layers), before, 0)
 
 
+@pytest.mark.usefixtures("samples_first")
 def test_without_gradients_buffers_are_written_in_training_mode(runtime: Runtime) -> None:
     layers = buffered_row()
     truth = twin(layers)
@@ -137,6 +142,7 @@ def test_buffers_written_by_the_user_are_read_by_the_next_call(runtime: Runtime)
     assert_near(model(x), wanted, 1e-5)
 
 
+@pytest.mark.usefixtures("samples_first")
 def test_a_batch_norm_that_was_first_evaluated_writes_its_statistics_when_it_trains(runtime: Runtime) -> None:
     layers = buffered_row()
     truth = twin(layers)
@@ -152,6 +158,38 @@ def test_a_batch_norm_that_was_first_evaluated_writes_its_statistics_when_it_tra
     model.synchronize()
     assert_near(weights(layers), weights(truth), 1e-4)
     assert_near(gradients(layers), gradients(truth), 1e-3)
+
+
+class LeavesOut(nn.Module):
+    """A batch norm that single samples do not go through: torch refuses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return self.norm(x) if len(x) > 1 else x
+
+
+@pytest.mark.parametrize("plan_name", ["planned", "one layer a stage"])
+def test_a_batch_norm_that_the_first_batch_leaves_out_writes_its_statistics_once(
+    two: Runtime, plan_name: str
+) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(LeavesOut(), LeavesOut(), nn.Linear(4, 3))
+    truth = twin(layers)
+    config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plans(3, 1)[plan_name])
+    model = RoundPipe(layers, runtime=two, model_run_config=config)
+
+    for rows in (1, 5, 6):
+        x, y = batch(rows)
+        model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+        train_call(truth, x, y, microbatches=1)
+    model.synchronize()
+
+    assert_near(weights(layers), weights(truth))
+    assert_near(gradients(layers), gradients(truth), 1e-4)
 
 
 def test_a_model_may_go_while_its_buffers_are_on_their_way_home(runtime: Runtime) -> None:

@@ -11,21 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain import batch, mlp, plans, square_error
 from roundpipe import CallTime, RoundPipe, RoundPipeRunConfig, Runtime
-from roundpipe.planning.call_log import CALLS, CallLog, as_table
-from roundpipe.telemetry.call_span import CallSpan
-from roundpipe.telemetry.layer_times import ModelTimer
+from rp_engine.planning.call_log import CALLS, CallLog, as_table
+from rp_engine.telemetry.call_span import CallSpan
+from rp_engine.telemetry.layer_times import ModelTimer
 from rp_sched import Plan
 
 patient = settings(deadline=None)
 PLAN, OTHER = Plan(fused=range(5)), Plan([range(2)], range(2, 5), [range(2)])
-LOGGER = "roundpipe.planning.call_log"
+LOGGER = "rp_engine.planning.call_log"
 
 
 class Followed:
     """A log that follows calls under a plan which promises 100 ms."""
 
     def __init__(self, runtime: Runtime, promised: float | None = 100.0) -> None:
-        planner = RoundPipe(mlp(), runtime=runtime, name="m")._engine._planner
+        planner = RoundPipe(mlp(), runtime=runtime, name="m").engine.planner
         self.log: CallLog = planner.log
         self._timer, self._promised = ModelTimer("model 'm'", 5), promised
         self._guesses = lambda: planner._guesses(0)
@@ -159,11 +159,12 @@ def test_a_plan_of_which_nothing_was_measured_promises_nothing(two: Runtime) -> 
     assert "-" in str(found)
 
 
+@pytest.mark.usefixtures("samples_first")
 def test_a_call_ends_with_its_last_gradient(two: Runtime) -> None:
     spans: list[CallSpan] = []
     model = RoundPipe(mlp(), runtime=two)
-    note = model._engine._planner.log.note
-    model._engine._planner.log.note = lambda mode, count, span: (spans.append(span), note(mode, count, span))[1]
+    note = model.engine.planner.log.note
+    model.engine.planner.log.note = lambda mode, count, span: (spans.append(span), note(mode, count, span))[1]
     train(model, 3)
     assert [span.number for span in spans] == [1, 2, 3]
     assert all(span.launched_s < span.ended_s for span in spans)

@@ -27,8 +27,8 @@ from roundpipe import (
     load_checkpoint,
     save_checkpoint,
 )
-from roundpipe.checkpoints import tensor_file
-from roundpipe.checkpoints.manifest import check
+from rp_checkpoint import check
+from rp_checkpoint.files import tensor_file
 
 HALF = {"dtype": torch.bfloat16}
 

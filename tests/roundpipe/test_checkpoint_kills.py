@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from checkpointing import LAST
-from roundpipe.checkpoints.manifest import check, is_finished
+from rp_checkpoint import check, is_finished
 
 PROGRAM = Path(__file__).with_name("checkpointing.py")
 

@@ -82,7 +82,12 @@ def train(model: Wrapped, optimizer: torch.optim.Optimizer, first: int, last: in
 
 
 @pytest.mark.parametrize(
-    ("make", "dtype"), [(tied, torch.bfloat16), (plain, torch.float32), (experts, torch.bfloat16)]
+    ("make", "dtype"),
+    [
+        (tied, torch.bfloat16),
+        pytest.param(plain, torch.float32, marks=pytest.mark.slow),
+        pytest.param(experts, torch.bfloat16, marks=pytest.mark.slow),
+    ],
 )
 def test_from_pretrained_loads_a_checkpoint_and_training_goes_on_from_it(
     tmp_path: Path, two: Runtime, make: Callable[[], nn.Module], dtype: torch.dtype

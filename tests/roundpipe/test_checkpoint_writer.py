@@ -18,9 +18,9 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from roundpipe import CheckpointError, Runtime, save_checkpoint
-from roundpipe.checkpoints import tensor_file, writer
-from roundpipe.checkpoints.tensor_file import catalogue, header, source_of
-from roundpipe.checkpoints.values import decode, encode
+from rp_checkpoint.files import tensor_file, writer
+from rp_checkpoint.files.tensor_file import catalogue, header, source_of
+from rp_checkpoint.files.values import decode, encode
 from safetensors.torch import load_file, save_file
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float8_e5m2]
@@ -132,7 +132,7 @@ def test_calls_go_on_while_the_disk_is_slow_and_the_next_step_waits(
     slow = Slow(monkeypatch)
     own = job(two, double_buffer=True)
     found = own.train(0, 1)
-    with caplog.at_level(logging.INFO, "roundpipe.checkpoints.save"):
+    with caplog.at_level(logging.INFO, "rp_checkpoint.saving.saving"):
         saving = save_checkpoint(tmp_path / "c", own.model, own.optimizer, wait=False, buffer_bytes=512)
         stepped = threading.Event()
         update = own.update

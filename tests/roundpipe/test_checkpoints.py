@@ -28,7 +28,7 @@ from roundpipe import (
     load_checkpoint,
     save_checkpoint,
 )
-from roundpipe.checkpoints.writer import Writer
+from rp_checkpoint.files.writer import Writer
 from rp_sched import Plan
 from rp_transfer import HostLimit
 from safetensors.torch import load_file, load_model
@@ -421,7 +421,7 @@ def test_the_buffer_takes_half_of_what_is_free_at_most(
         taken.append(buffer_bytes)
         return Writer(folder, buffer_bytes)
 
-    monkeypatch.setattr("roundpipe.checkpoints.save.Writer", writer)
+    monkeypatch.setattr("rp_checkpoint.saving.saving.Writer", writer)
     two.host_limit = lambda: HostLimit("the machine", 1 << 40, free)  # type: ignore[method-assign]
     saved(job(two), tmp_path / "c", buffer_bytes=200 << 20)
     assert taken == [wanted]
@@ -545,7 +545,7 @@ def test_one_that_another_process_removes_for_a_newer_one_is_passed_by_for_that(
     writing = CheckpointManager(tmp_path, keep_last=1)
     writing.save(own.model, own.optimizer, step=1, wait=True)
     own.train(0, 1)
-    real = roundpipe.checkpoints.manager.load_checkpoint
+    real = load_checkpoint
     to_do: list[Any] = [lambda: writing.save(own.model, own.optimizer, step=2, wait=True)]
 
     def meanwhile(path: Path, *args: Any, **kwargs: Any) -> Any:
@@ -553,7 +553,7 @@ def test_one_that_another_process_removes_for_a_newer_one_is_passed_by_for_that(
             to_do.pop()()
         return real(path, *args, **kwargs)
 
-    monkeypatch.setattr(roundpipe.checkpoints.manager, "load_checkpoint", meanwhile)
+    monkeypatch.setattr("rp_checkpoint.manager.load_checkpoint", meanwhile)
     found = CheckpointManager(tmp_path).load_latest(reader.model, reader.optimizer)
     assert found is not None
     assert found.step == 2

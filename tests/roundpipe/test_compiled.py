@@ -16,8 +16,7 @@ import pytest
 import torch
 from plain import assert_near, batch, gradients, square_error, twin
 from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, Runtime
-from roundpipe.device import compiling
-from roundpipe.device.compiling import options_of
+from rp_engine.device import compiling
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -105,7 +104,7 @@ def test_many_layers_on_many_devices_stay_within_the_compilers_limits() -> None:
 
 
 def test_the_numbers_are_those_of_layers_that_are_not_compiled(runtime: Runtime, devices: str) -> None:
-    # On the CPU the real compiler would need minutes; its graphs are what counts here.
+    # On the CPU the real compiler would need minutes; its graphs are what counts here, and a slow test has it.
     options: Any = True if devices == "cuda" else {"backend": "aot_eager"}
     layers = row(3)
     truth = twin(layers)
@@ -186,15 +185,24 @@ def test_without_cpp_code_layers_are_compiled_as_usual_with_one_warning(
     assert [record.args for record in _warnings(caplog)] == [("NotImplementedError: no such code",)]
 
 
+@pytest.mark.slow
 def test_on_the_cpu_layers_are_compiled_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(compiling, "_with_cpp")
     layer = Layer()
     truth = twin(layer)
-    layer.compile(**options_of(True))
-    with torch.no_grad():
-        assert_near(layer(torch.ones(2, 6)), truth(torch.ones(2, 6)), 1e-5)
+
+    with Runtime("cpu:1") as runtime:
+        model = RoundPipe(layer, runtime=runtime, compile_layers=True)
+        loss = model.forward_backward((torch.ones(2, 6),), None, torch.zeros(2, 6), square_error)
+        model.synchronize()
+
+    wanted = square_error(truth(torch.ones(2, 6)), torch.zeros(2, 6))
+    wanted.backward()
+    assert_near(loss, wanted, 1e-5)
+    assert_near(gradients(layer), gradients(truth), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith("2.11."), reason="only torch 2.11 crashes without care")
 def test_layers_are_compiled_after_the_threads_of_another_runtime_have_ended() -> None:
     script = """
@@ -294,8 +302,7 @@ class Looking(nn.Module):
 def test_as_many_variants_may_be_kept_as_devices_need_whichever_thread_calls(
     runtime: Runtime, devices: str
 ) -> None:
-    # Once with the real compiler, which takes long on a CPU.
-    options: Any = True if devices in ("cpu:1", "cuda") else {"backend": "eager"}
+    options: Any = True if devices == "cuda" else {"backend": "eager"}
     model = RoundPipe(nn.Sequential(Layer(), Looking()), runtime=runtime, compile_layers=options)
     x = torch.ones(4, 6)
     Looking.seen.clear()

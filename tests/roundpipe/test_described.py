@@ -11,7 +11,7 @@ import pytest
 import torch
 from plain import assert_near, batch, gradients, mlp, plans, square_error, train_call, twin
 from roundpipe import GradientsIncomplete, RoundPipe, RoundPipeRunConfig, Runtime, StepFailed
-from roundpipe.errors import add_note, in_words
+from rp_engine.errors import add_note, in_words
 from torch import nn
 
 pytestmark = pytest.mark.timeout(30)

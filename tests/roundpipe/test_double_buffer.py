@@ -9,9 +9,11 @@ import roundpipe
 import torch
 from plain import FailsLate, assert_near, batch, mlp, plans, square_error, weights
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, StepFailed
-from roundpipe.state.signature import signature, walk
+from rp_engine.state.modules.signature import signature, walk
 from rp_sched import Plan
 from torch import nn
+
+pytestmark = pytest.mark.usefixtures("small_departures")
 
 Optimizer = Callable[..., torch.optim.Optimizer]
 OPTIMIZERS = {"roundpipe": roundpipe.optim.AdamW, "torch": torch.optim.AdamW}
@@ -208,10 +210,10 @@ def test_changing_places_is_no_change_of_the_model(two: Runtime) -> None:
     layers = mlp()
     model = wrapped(two, layers)
     losses_of(model, roundpipe.optim.SGD, turns=1)
-    blocks, version = model._engine.host.state.blocks, model._engine.host.state.version
+    blocks, version = model.engine.host.state.blocks, model.engine.host.state.version
     losses_of(model, roundpipe.optim.SGD, turns=6)
-    assert model._engine.host.state.blocks is blocks
-    assert model._engine.host.state.version > version
+    assert model.engine.host.state.blocks is blocks
+    assert model.engine.host.state.version > version
 
 
 def test_weights_that_are_written_or_loaded_between_steps_count(two: Runtime) -> None:

@@ -178,6 +178,7 @@ model.synchronize()
     assert "join" in out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_is_refused_in_words_and_may_have_a_runtime_of_its_own() -> None:
     status, out, error = ended("""

@@ -19,7 +19,7 @@ from roundpipe import GradientsIncomplete, RoundPipe, RoundPipeRunConfig, Runtim
 from rp_sched import Plan
 from torch import nn
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("small_departures")]
 MICROBATCHES = 3
 IDLE_BYTES = 1024
 PATIENCE_S = 30.0
@@ -143,6 +143,7 @@ def failure(model: RoundPipe, monkeypatch: pytest.MonkeyPatch, place: str, nth: 
     return True
 
 
+@pytest.mark.usefixtures("samples_first")
 @pytest.mark.pairwise
 @pytest.mark.parametrize("plan_name", PLANS)
 @pytest.mark.parametrize("place", PLACES)
@@ -189,6 +190,7 @@ class Joining(nn.Linear):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("samples_first")
 @pytest.mark.parametrize("place", ["memory on the device", "memory on the host"])
 def test_what_was_under_way_beside_what_failed_lives_until_it_is_there(
     monkeypatch: pytest.MonkeyPatch, place: str

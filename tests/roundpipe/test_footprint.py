@@ -8,10 +8,11 @@ import pytest
 import torch
 from plain import square_error
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
-from roundpipe.planning.adaptive import PlanInUse
-from roundpipe.planning.footprint import Footprint, resident_bytes, rows_of
-from roundpipe.runtime.switch_interval import QuickSwitching
-from roundpipe.telemetry.layer_times import LayerTimes, ModelTimer
+from rp_engine.device.memory.call_size import CallSize, rows_of
+from rp_engine.planning.adaptive import PlanInUse
+from rp_engine.planning.footprint import Footprint, resident_bytes
+from rp_engine.runtime.switch_interval import QuickSwitching
+from rp_engine.telemetry.layer_times import LayerTimes, ModelTimer
 from rp_sched import LayerCost, Limits, Plan, Task
 from rp_transfer import MemoryUse
 from torch import nn
@@ -25,7 +26,7 @@ def layers() -> nn.Sequential:
 
 
 def footprint(runtime: Runtime, layers: nn.Sequential) -> Footprint:
-    return Footprint(RoundPipe(layers, runtime=runtime)._engine.host.state.layers)
+    return Footprint(RoundPipe(layers, runtime=runtime).engine.host.state.layers)
 
 
 @pytest.mark.parametrize(
@@ -90,80 +91,80 @@ def test_a_call_of_few_rows_says_little_of_many_and_the_other_way_round(
 def test_a_layer_that_was_planned_before_measurements_is_planned_after_them(
     two: Runtime, layers: nn.Sequential, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planner = RoundPipe(layers, runtime=two)._engine._planner
+    planner = RoundPipe(layers, runtime=two).engine.planner
     largest = max(cost.weight_bytes + cost.gradient_bytes for cost in planner.costs("fused"))
     total = 2 * largest
     monkeypatch.setattr(two, "memory", lambda: (MemoryUse("cuda:0", 0, 0, total),))
-    assert planner._new_plan("fused", 2, 1).course().plan
-    planner._footprint.note_kept({0: 0}, rows=1)
-    planner._footprint.note_peak(3 * total, [], [])
-    assert planner._new_plan("fused", 2, 1).course().plan
+    assert planner._new_plan("fused", 2, 1).priced_plan().plan
+    planner.footprint.note_kept({0: 0}, rows=1)
+    planner.footprint.note_peak(3 * total, [], [])
+    assert planner._new_plan("fused", 2, 1).priced_plan().plan
 
 
 def test_a_peak_counts_although_the_next_call_was_launched_before_this_one_was_over(
     two: Runtime, layers: nn.Sequential, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planner = RoundPipe(layers, runtime=two)._engine._planner
+    planner = RoundPipe(layers, runtime=two).engine.planner
     planner._on_host = False
-    planner._sees_memory = planner._pricing._sees_memory = True
+    planner._sees_memory = planner.pricing._sees_memory = True
     peak = 0
     monkeypatch.setattr(two, "memory", lambda: (MemoryUse("cuda:0", 0, peak, 100_000),))
-    parts = [((torch.zeros(4, 4),), {})]
+    size = CallSize(microbatches=1, rows=4)
     tasks = [Task("FB", range(0, 3), range(1), 0)]
-    first, second = (planner.watch(RoundPipeRunConfig(), "fused", parts, tasks) for _ in range(2))
+    first, second = (planner.watch(RoundPipeRunConfig(), "fused", size, tasks) for _ in range(2))
     assert first is not None
     assert second is not None
     first.keep(0, 40)
 
     def budget() -> int:
-        return planner._pricing._budget(planner._guesses(4), 4, is_known=True)
+        return planner.pricing._budget(planner._guesses(4), 4, is_known=True)
 
     cautious = budget()
-    planner._footprint.note_kept(first.kept, 4)
+    planner.footprint.note_kept(first.kept, 4)
     # What layers work in is not known yet.
     assert budget() == cautious
     peak = 20_000
     planner.take(first)
     resident = resident_bytes(tasks, planner._guesses(4))
-    assert planner._footprint.working_at(4) == peak - resident
-    assert budget() == 95_000 - planner._footprint.working_at(4)
+    assert planner.footprint.working_at(4) == peak - resident
+    assert budget() == 95_000 - planner.footprint.working_at(4)
 
 
 def test_a_call_leaves_what_it_is_not_foreseen_to_take_once_a_peak_is_known(
     two: Runtime, layers: nn.Sequential, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planner = RoundPipe(layers, runtime=two)._engine._planner
+    planner = RoundPipe(layers, runtime=two).engine.planner
     monkeypatch.setattr(two, "memory", lambda: (MemoryUse("cuda:0", 0, 0, 100_000),))
     monkeypatch.setattr(ModelTimer, "is_watching", lambda _: False)
-    parts = [((torch.zeros(4, 4),), {})]
+    size = CallSize(microbatches=1, rows=4)
 
     def spare() -> int:
-        planner.tasks(RoundPipeRunConfig(), "fused", parts, input_grads=False)
+        planner.tasks(RoundPipeRunConfig(), "fused", size, input_grads=False)
         return planner.spare_bytes
 
     assert spare() == 0
-    planner._footprint.note_kept({0: 40}, rows=4)
+    planner.footprint.note_kept({0: 40}, rows=4)
     assert spare() == 0
-    planner._footprint.note_peak(20_000, [], [])
+    planner.footprint.note_peak(20_000, [], [])
     assert spare() == 95_000 - (planner.predicted_bytes or 0) > 0
-    planner._footprint.note_peak(200_000, [], [])
+    planner.footprint.note_peak(200_000, [], [])
     assert spare() == 0
 
 
 def test_there_is_room_for_leaving_gradients_from_the_first_call_after_a_measured_one(
     two: Runtime, layers: nn.Sequential, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planner = RoundPipe(layers, runtime=two)._engine._planner
+    planner = RoundPipe(layers, runtime=two).engine.planner
     planner._on_host = False
-    planner._sees_memory = planner._pricing._sees_memory = True
+    planner._sees_memory = planner.pricing._sees_memory = True
     peak = 0
     monkeypatch.setattr(two, "memory", lambda: (MemoryUse("cuda:0", 0, peak, 100_000),))
     config = RoundPipeRunConfig(num_microbatch=1, execute_plan=Plan(fused=range(0, 3)))
-    parts = [((torch.zeros(4, 4),), {})]
+    size = CallSize(microbatches=1, rows=4)
 
     def launch() -> tuple[int, LayerTimes]:
-        tasks = planner.tasks(config, "fused", parts, input_grads=False)
-        times = planner.watch(config, "fused", parts, tasks)
+        tasks = planner.tasks(config, "fused", size, input_grads=False)
+        times = planner.watch(config, "fused", size, tasks)
         assert times is not None, "calls with a user's plan are measured, too"
         times.keep(0, 40)
         return planner.spare_bytes, times
@@ -172,28 +173,28 @@ def test_there_is_room_for_leaving_gradients_from_the_first_call_after_a_measure
     assert spare == 0
     peak = 20_000
     planner.take(times)
-    workspace = planner._footprint.working_at(4)
+    workspace = planner.footprint.working_at(4)
     spare, times = launch()
     assert spare == 95_000 - (planner.predicted_bytes or 0) > 0
     # Gradients that were leaving explain a higher peak, as far as they had room.
     peak = 90_000
     planner.take(times)
-    assert planner._footprint.working_at(4) == workspace
+    assert planner.footprint.working_at(4) == workspace
     _, times = launch()
     peak = 99_000
     planner.take(times)
-    assert planner._footprint.working_at(4) > workspace
+    assert planner.footprint.working_at(4) > workspace
 
 
 def test_a_task_that_is_new_leaves_no_room_while_calls_are_measured(
     two: Runtime, layers: nn.Sequential, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planner = RoundPipe(layers, runtime=two)._engine._planner
+    planner = RoundPipe(layers, runtime=two).engine.planner
     planner._on_host = False
-    planner._sees_memory = planner._pricing._sees_memory = True
+    planner._sees_memory = planner.pricing._sees_memory = True
     monkeypatch.setattr(two, "memory", lambda: (MemoryUse("cuda:0", 0, 0, 100_000),))
-    planner._footprint.note_kept({0: 40}, rows=4)
-    planner._footprint.note_peak(20_000, [], [])
+    planner.footprint.note_kept({0: 40}, rows=4)
+    planner.footprint.note_peak(20_000, [], [])
     spare: list[int] = []
     for plan in (
         Plan(fused=range(0, 3)),
@@ -201,10 +202,10 @@ def test_a_task_that_is_new_leaves_no_room_while_calls_are_measured(
         Plan(fused=range(1, 3), backward=[range(0, 1)], forward=[range(0, 1)]),
     ):
         config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan)
-        parts = [((torch.zeros(4, 4),), {})]
-        tasks = planner.tasks(config, "fused", parts, input_grads=False)
+        size = CallSize(microbatches=1, rows=4)
+        tasks = planner.tasks(config, "fused", size, input_grads=False)
         spare.append(planner.spare_bytes)
-        times = planner.watch(config, "fused", parts, tasks)
+        times = planner.watch(config, "fused", size, tasks)
         assert times is not None
         planner.take(times)
     assert [room > 0 for room in spare] == [False, True, False]
@@ -304,12 +305,12 @@ def plan_for(room: int, kept: int) -> PlanInUse:
 
 def test_the_whole_model_is_fused_where_there_is_room_and_as_much_as_fits_elsewhere() -> None:
     # 12 layers: weights 120 KB, gradients 240 KB, the next call's weights 120 KB.
-    assert plan_for(480 * KB, 0).course().plan.fused == range(12)
-    assert plan_for(600 * KB, 10 * KB).course().plan.fused == range(12)
-    tight = plan_for(479 * KB, 0).course().plan.fused
+    assert plan_for(480 * KB, 0).priced_plan().plan.fused == range(12)
+    assert plan_for(600 * KB, 10 * KB).priced_plan().plan.fused == range(12)
+    tight = plan_for(479 * KB, 0).priced_plan().plan.fused
     assert tight is not None
     assert 0 < tight.start <= 3
-    tighter = plan_for(300 * KB, 10 * KB).course().plan.fused
+    tighter = plan_for(300 * KB, 10 * KB).priced_plan().plan.fused
     assert tighter is not None
     assert tight.start < tighter.start
 

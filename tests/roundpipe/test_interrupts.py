@@ -15,6 +15,8 @@ from typing import Any
 import interrupting
 import pytest
 import roundpipe
+import rp_checkpoint
+import rp_engine
 import rp_optim
 import rp_transfer
 from examples import examples
@@ -22,9 +24,10 @@ from interrupting import Trained
 from plain import batch, square_error
 from roundpipe import Runtime
 
-pytestmark = pytest.mark.untraced
+pytestmark = [pytest.mark.untraced, pytest.mark.usefixtures("small_departures")]
 NIGHTLY = int(os.environ.get("ROUNDPIPE_INTERRUPTS", "10000"))
-OURS = tuple(str(Path(package.__file__).parent) for package in (roundpipe, rp_optim, rp_transfer))
+PACKAGES = (roundpipe, rp_checkpoint, rp_engine, rp_optim, rp_transfer)
+OURS = tuple(str(Path(package.__file__).parent) for package in PACKAGES)
 
 
 # Python swallows an interrupt that comes while a finalizer runs, as where a tensor ends, and says so.
@@ -33,7 +36,7 @@ SWALLOWED = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableException
 
 @SWALLOWED
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("devices", ["cpu:2", "cpu:4"])
+@pytest.mark.parametrize("devices", ["cpu:2", pytest.param("cpu:4", marks=pytest.mark.slow)])
 def test_interrupts_at_random_times_hang_nothing_and_leave_right_numbers(devices: str) -> None:
     figures = interrupting.run(devices, 25)
     assert figures.interrupts == 25

@@ -9,11 +9,13 @@ import pytest
 import torch
 from plain import assert_near, batch, gradients, mlp, plans, square_error, train_call, twin
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
-from roundpipe.device.transfers import Delivery
-from roundpipe.execution.run import Run
+from rp_engine.device.transfers import Delivery
+from rp_engine.execution.run import Run
 from rp_sched import Plan
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.usefixtures("small_departures")
 
 PATIENCE_S = 30.0
 
@@ -73,15 +75,15 @@ def test_a_deep_layer_is_stepped_while_the_backward_of_a_shallow_one_goes_on(
 
 @pytest.mark.parametrize("calls", [1, 2])
 def test_gradients_leave_from_the_last_layer_to_the_first(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roundpipe.execution.stage.backpropagation._DEPARTURE_BYTES", 1)
+    monkeypatch.setattr("rp_engine.execution.stage.backpropagation._DEPARTURE_BYTES", 1)
     sent: list[str] = []
-    send_home = Run.send_home
+    send_to_host = Run.send_to_host
 
     def noted(self: Run, delivery: Delivery, where: str) -> None:
         sent.extend(str(block) for block, *_ in delivery.sums)
-        send_home(self, delivery, where)
+        send_to_host(self, delivery, where)
 
-    monkeypatch.setattr(Run, "send_home", noted)
+    monkeypatch.setattr(Run, "send_to_host", noted)
     layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
     layers[3].weight = layers[0].weight
     config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plans(4, 2)["all fused"])
@@ -98,6 +100,9 @@ def test_gradients_leave_from_the_last_layer_to_the_first(calls: int, monkeypatc
 
 class Remembering(nn.Module):
     """Uses a copy of its weight that the first microbatch made, as autocast's copies are."""
+
+    # Nobody else reads it.
+    scratch_attributes = ("made",)
 
     def __init__(self, *, at_once: bool) -> None:
         super().__init__()
@@ -125,6 +130,7 @@ def call(runtime: Runtime, layers: nn.Module, microbatches: int = 2) -> RoundPip
     return model
 
 
+@pytest.mark.usefixtures("samples_first")
 @pytest.mark.parametrize(("at_once", "microbatches"), [(True, 1), (False, 2)])
 def test_what_an_earlier_microbatch_made_or_only_some_use_is_waited_for(at_once: bool, microbatches: int) -> None:
     layers = remembering(at_once=at_once)
@@ -148,6 +154,7 @@ class Twice(Remembering):
         return x * self.weight
 
 
+@pytest.mark.usefixtures("samples_first")
 def test_a_gradient_that_comes_after_its_layer_has_left_is_an_error_not_a_wrong_number() -> None:
     layers = nn.Sequential(nn.Linear(6, 6), Twice(at_once=True), nn.Linear(6, 6))
     with Runtime("cpu:1") as runtime, pytest.raises(RuntimeError, match="got a gradient after the backward pass"):
@@ -158,15 +165,15 @@ def test_a_gradient_that_comes_after_its_layer_has_left_is_an_error_not_a_wrong_
 def test_gradients_wait_for_each_other_up_to_a_size(
     nbytes: int, together: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roundpipe.execution.stage.backpropagation._DEPARTURE_BYTES", nbytes)
+    monkeypatch.setattr("rp_engine.execution.stage.backpropagation._DEPARTURE_BYTES", nbytes)
     sent: list[int] = []
-    send_home = Run.send_home
+    send_to_host = Run.send_to_host
 
     def noted(self: Run, delivery: Delivery, where: str) -> None:
         sent.append(len(delivery.sums))
-        send_home(self, delivery, where)
+        send_to_host(self, delivery, where)
 
-    monkeypatch.setattr(Run, "send_home", noted)
+    monkeypatch.setattr(Run, "send_to_host", noted)
     with Runtime("cpu:1") as runtime:
         call(runtime, nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))))
     assert sent == together
@@ -184,6 +191,7 @@ class Noting(nn.Linear):
         return found
 
 
+@pytest.mark.usefixtures("samples_first")
 @pytest.mark.parametrize("room", [0, 1 << 20])
 def test_backward_goes_on_beside_gradients_that_cannot_leave_where_there_is_room(room: int) -> None:
     layers = nn.Sequential(Noting(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
@@ -198,7 +206,7 @@ def test_backward_goes_on_beside_gradients_that_cannot_leave_where_there_is_room
         model.synchronize()
         Noting.begun = threading.Semaphore(0)
         model.step(lambda: released.wait(PATIENCE_S))
-        model._engine._planner.spare_bytes = room
+        model.engine.planner.spare_bytes = room
         model.forward_backward((x,), None, x, square_error)
         # The step holds the gradients' turns: those of the fused stage stay, and perhaps hold the next stage up.
         went_on = Noting.begun.acquire(timeout=PATIENCE_S / 2 if room else 1.0)

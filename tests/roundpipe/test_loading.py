@@ -17,7 +17,7 @@ from plain import assert_near
 from programs import COMMAND_LINE, ended
 from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained
 from roundpipe import wrap_model_to_roundpipe as wrap
-from roundpipe.planning import adaptive
+from rp_engine.planning import adaptive
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from roundpipe.telemetry.machine import RECENT, DeviceSpeeds, Machine, Rates
-from roundpipe.telemetry.transfer_times import Transfers
+from rp_engine.telemetry.measurements import RECENT, DeviceSpeeds, Measurements, Rates
+from rp_engine.telemetry.transfer_times import Transfers
 from rp_sched import Switch
 
 patient = settings(deadline=None)
@@ -57,7 +57,7 @@ def call(way: Any, device: str, gb_s: list[float], processor_ms: float = 0.0, **
 @patient
 @given(st.lists(rates, min_size=1, max_size=20), st.sampled_from(["up", "down"]))
 def test_a_link_is_as_fast_as_in_the_fastest_of_the_latest_calls(found: list[float], way: str):
-    machine = Machine(DEVICES)
+    machine = Measurements(DEVICES)
     for rate in found:
         machine.note_call(call(way, "cuda:1", [rate]))
     up, down = machine.rates().up_gb_s, machine.rates().down_gb_s
@@ -68,7 +68,7 @@ def test_a_link_is_as_fast_as_in_the_fastest_of_the_latest_calls(found: list[flo
 
 
 def test_a_calls_rate_is_that_of_all_its_bytes():
-    machine = Machine(DEVICES)
+    machine = Measurements(DEVICES)
     machine.note_call(call("up", "cuda:0", [10.0, 30.0]))
     assert machine.rates().up_gb_s[0] == pytest.approx(15.0)
 
@@ -76,7 +76,7 @@ def test_a_calls_rate_is_that_of_all_its_bytes():
 @patient
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=20))
 def test_porters_take_the_median_of_the_latest_calls(found: list[float]):
-    machine = Machine(DEVICES)
+    machine = Measurements(DEVICES)
     for ms in found:
         machine.note_call(call("up", "cuda:0", [50.0, 50.0], processor_ms=ms))
     assert machine.rates().gil_ms_per_gb == pytest.approx(median(found[-RECENT:]), abs=1e-6)
@@ -84,7 +84,7 @@ def test_porters_take_the_median_of_the_latest_calls(found: list[float]):
 
 @pytest.mark.parametrize(("way", "how"), [("add", {}), ("up", {"is_staged": True})])
 def test_what_the_host_copies_or_adds_says_nothing_of_carrying(way: str, how: dict[str, bool]):
-    machine = Machine(DEVICES)
+    machine = Measurements(DEVICES)
     machine.note_call(call(way, "cuda:0", [12.5], processor_ms=80.0, **how))
     found = machine.rates()
     assert found.gil_ms_per_gb is None
@@ -96,7 +96,7 @@ def test_what_the_host_copies_or_adds_says_nothing_of_carrying(way: str, how: di
 def test_steps_are_as_fast_as_the_fastest_of_the_latest_and_host_memory_at_least_that(
     steps: list[float], memory: float
 ):
-    machine = Machine(DEVICES)
+    machine = Measurements(DEVICES)
     machine.note_probe(Rates(up_gb_s=(1.0, 1.0), down_gb_s=(1.0, 1.0), memory_gb_s=memory))
     for rate in steps:
         machine.note_step(rate * GB, 1.0)
@@ -107,13 +107,13 @@ def test_steps_are_as_fast_as_the_fastest_of_the_latest_and_host_memory_at_least
 
 @pytest.mark.parametrize(("nbytes", "seconds"), [(0, 1.0), (GB, 0.0), (GB, -1.0)])
 def test_a_step_that_did_nothing_or_took_no_time_tells_nothing(nbytes: int, seconds: float):
-    machine = Machine(DEVICES)
+    machine = Measurements(DEVICES)
     machine.note_step(nbytes, seconds)
     assert machine.rates().optimizer_gb_s is None
 
 
 def test_a_probe_counts_until_calls_have_replaced_it_and_one_that_failed_counts_for_nothing():
-    machine = Machine(DEVICES)
+    machine = Measurements(DEVICES)
     switches = (Switch(devices=(0, 1), upload_gb_s=60.0, download_gb_s=60.0),)
     machine.note_probe(Rates(up_gb_s=(50.0, 50.0), down_gb_s=(40.0, 40.0), switches=switches))
     assert machine.rates().up_gb_s == (50.0, 50.0)
@@ -121,7 +121,7 @@ def test_a_probe_counts_until_calls_have_replaced_it_and_one_that_failed_counts_
     for _ in range(RECENT):
         machine.note_call(call("up", "cuda:0", [25.0]))
     assert machine.rates().up_gb_s == pytest.approx((25.0, 50.0))
-    failed = Machine(DEVICES)
+    failed = Measurements(DEVICES)
     failed.note_probe(Rates())
     assert failed.is_probed
     assert failed.rates() == Rates(up_gb_s=(None, None), down_gb_s=(None, None))
@@ -130,7 +130,7 @@ def test_a_probe_counts_until_calls_have_replaced_it_and_one_that_failed_counts_
 @patient
 @given(rates, st.floats(0.5, 2.0))
 def test_rates_are_those_given_last_while_they_hardly_change(rate: float, factor: float):
-    machine = Machine(DEVICES[:1])
+    machine = Measurements(DEVICES[:1])
     for _ in range(RECENT):
         machine.note_call(call("up", "cuda:0", [rate]))
     before = machine.rates()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from plain import batch, mlp, plans, square_error, weights
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
-from roundpipe.planning.adaptive import PlanInUse
-from roundpipe.telemetry.layer_times import YOUNG_CALLS, LayerTimes, ModelTimer
-from roundpipe.telemetry.machine import Rates
+from rp_engine.planning.adaptive import PlanInUse
+from rp_engine.telemetry.layer_times import YOUNG_CALLS, LayerTimes, ModelTimer
+from rp_engine.telemetry.measurements import Rates
 from rp_sched import LayerCost, Limits
 from torch import nn
 
@@ -44,13 +44,13 @@ def train(model: RoundPipe, calls: int) -> list[float]:
 
 def finish(model: RoundPipe) -> None:
     """Wait until all is over, so that the next look at a call's times finds them."""
-    for run in model._engine.host._under_way._launched:
+    for run in model.engine.host._under_way._launched:
         run.wait()
     model.synchronize()
 
 
 def timer_of(model: RoundPipe, mode: Any = "fused") -> ModelTimer:
-    return model._engine._planner._timer(mode, MICROBATCHES)
+    return model.engine.planner._timer(mode, MICROBATCHES)
 
 
 # What is timed
@@ -73,7 +73,7 @@ def test_every_layer_has_a_forward_and_a_backward_time(runtime: Runtime) -> None
     costs = timer_of(model).costs([LayerCost(0.0, 123.0)] * 5)
     assert all(0 < cost.forward_ms < 60e3 for cost in costs)
     assert all(0 < cost.backward_ms < 60e3 and cost.backward_ms != 123.0 for cost in costs)
-    rates = runtime.machine.rates()
+    rates = runtime.measurements.rates()
     assert all(rate > 0 for rate in (*rates.up_gb_s, *rates.down_gb_s) if rate is not None)
     assert any(rates.up_gb_s)
     assert any(rates.down_gb_s)
@@ -152,8 +152,8 @@ def test_the_last_layers_backward_begins_before_the_loss_function(
 def test_on_devices_with_a_queue_launching_is_measured_layer_by_layer(two: Runtime, grain: Any) -> None:
     model = wrapped(two, plan="one layer a stage", recompute_grain=grain)
     # As on a GPU: these devices compute on the threads that launch, so the times are those of both.
-    model._engine._planner._on_host = False
-    two.machine.note_probe(Rates())
+    model.engine.planner._on_host = False
+    two.measurements.note_probe(Rates())
     train(model, 3)
     costs = timer_of(model).costs([LayerCost(0.0)] * 5)
     assert all(0 < cost.forward_launch_ms < 60e3 for cost in costs[:-1])
@@ -166,13 +166,13 @@ def test_a_step_is_measured_by_what_it_changed(two: Runtime) -> None:
     model = wrapped(two)
     optimizer = torch.optim.SGD(model.optim_parameters(), lr=1e-2)
     noted: list[tuple[float, float]] = []
-    two.machine.note_step = lambda nbytes, seconds: noted.append((nbytes, seconds))
+    two.measurements.note_step = lambda nbytes, seconds: noted.append((nbytes, seconds))
     for body in (lambda: None, optimizer.step):
         x, y = batch(9)
         model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
         model.step(body, is_async=False)
     unchanged, changed = noted
-    numel = sum(block.layout.numel for block in model._engine.host.state.trainable)
+    numel = sum(block.layout.numel for block in model.engine.host.state.trainable)
     assert [nbytes for nbytes, _ in (unchanged, changed)] == [0, 28 * numel]
     assert changed[1] > 0
 
@@ -227,9 +227,9 @@ def test_with_a_plan_of_the_users_nothing_is_timed(two: Runtime) -> None:
 @pytest.mark.usefixtures("verbose")
 def test_verbose_logs_what_each_layer_took(two: Runtime, caplog: pytest.LogCaptureFixture) -> None:
     model = wrapped(two)
-    with caplog.at_level(logging.INFO, logger="roundpipe.telemetry.layer_times"):
+    with caplog.at_level(logging.INFO, logger="rp_engine.telemetry.layer_times"):
         train(model, 2)
-    tables = [record.getMessage() for record in caplog.records if record.name == "roundpipe.telemetry.layer_times"]
+    tables = [record.getMessage() for record in caplog.records if record.name == "rp_engine.telemetry.layer_times"]
     assert len(tables) == 2
     first, header, *rows = tables[0].splitlines()
     assert first == "model 'm', fused calls of 3 microbatches: milliseconds of one microbatch"
@@ -241,9 +241,9 @@ def test_verbose_logs_what_each_layer_took(two: Runtime, caplog: pytest.LogCaptu
 def test_by_itself_nothing_is_logged_or_printed(
     two: Runtime, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with caplog.at_level(logging.DEBUG, logger="roundpipe.telemetry.layer_times"):
+    with caplog.at_level(logging.DEBUG, logger="rp_engine.telemetry.layer_times"):
         train(wrapped(two), 3)
-    assert not [record for record in caplog.records if record.name == "roundpipe.telemetry.layer_times"]
+    assert not [record for record in caplog.records if record.name == "rp_engine.telemetry.layer_times"]
     assert capfd.readouterr() == ("", "")
 
 
@@ -288,11 +288,11 @@ def test_a_plan_made_from_guesses_gives_way_to_one_made_from_times_with_one_line
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plan = in_use()
-    guessed = plan.course()
+    guessed = plan.priced_plan()
     feed(plan, SKEWED)
-    with caplog.at_level(logging.INFO, logger="roundpipe.planning.adaptive"):
-        measured = plan.course()
-        assert plan.course() is measured
+    with caplog.at_level(logging.INFO, logger="rp_engine.planning.adaptive"):
+        measured = plan.priced_plan()
+        assert plan.priced_plan() is measured
     assert measured.plan != guessed.plan
     assert [record.getMessage() for record in caplog.records] == [
         f"model 'm': replanned from measured times: {measured.plan!r}, was {guessed.plan!r}"
@@ -301,36 +301,36 @@ def test_a_plan_made_from_guesses_gives_way_to_one_made_from_times_with_one_line
 
 def test_times_that_are_as_guessed_change_no_plan_and_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
     plan = in_use()
-    guessed = plan.course().plan
+    guessed = plan.priced_plan().plan
     feed(plan, [1.0] * 6)
-    with caplog.at_level(logging.INFO, logger="roundpipe.planning.adaptive"):
-        assert plan.course().plan == guessed
+    with caplog.at_level(logging.INFO, logger="rp_engine.planning.adaptive"):
+        assert plan.priced_plan().plan == guessed
     assert not caplog.records
 
 
 def test_one_sample_is_not_enough_to_replan() -> None:
     plan = in_use()
-    guessed = plan.course()
+    guessed = plan.priced_plan()
     feed(plan, SKEWED, samples=2)
-    assert plan.course() is guessed
+    assert plan.priced_plan() is guessed
 
 
 def test_searching_further_ends_and_makes_no_plan_slower() -> None:
     plan = in_use()
     feed(plan, SKEWED)
-    before = plan.course()
+    before = plan.priced_plan()
     for _ in range(10_000):
         if plan.improve(budget_ms=1.0):
             break
     else:
         pytest.fail("the search never ended")
-    assert plan.course().steady_ms(2) <= before.steady_ms(2) * (1 + 1e-9)
+    assert plan.priced_plan().steady_ms(2) <= before.steady_ms(2) * (1 + 1e-9)
 
 
 def test_a_search_goes_on_while_a_long_call_is_waited_for_and_ends_with_it() -> None:
     plan = in_use()
     feed(plan, [100.0 * ms for ms in SKEWED])
-    plan.course()
+    plan.priced_plan()
     waited: list[float] = []
     plan.improve_while(lambda seconds: waited.append(seconds) is None and len(waited) == 2)
     assert 1 <= len(waited) <= 2
@@ -343,7 +343,7 @@ def test_nothing_is_searched_where_a_call_could_notice(why: str) -> None:
         feed(plan, [0.01 * ms for ms in SKEWED])
     if why == "nothing left to look at":
         feed(plan, [100.0 * ms for ms in SKEWED])
-    plan.course()
+    plan.priced_plan()
     if why == "nothing left to look at":
         while not plan.improve(budget_ms=50.0):
             pass
@@ -353,7 +353,7 @@ def test_nothing_is_searched_where_a_call_could_notice(why: str) -> None:
 def test_a_model_logs_when_its_plan_changes_and_goes_on_with_the_right_numbers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with Runtime("cpu:2") as runtime, caplog.at_level(logging.INFO, logger="roundpipe.planning.adaptive"):
+    with Runtime("cpu:2") as runtime, caplog.at_level(logging.INFO, logger="rp_engine.planning.adaptive"):
         model, steady = wrapped(runtime), wrapped(runtime, plan="all fused")
         wanted = train(steady, 6)
         found = train(model, 2)
@@ -362,9 +362,9 @@ def test_a_model_logs_when_its_plan_changes_and_goes_on_with_the_right_numbers(
         for layer in range(5):
             for _ in range(YOUNG_CALLS):
                 timer.estimator.add(layer, forward_ms=50.0 if layer == 0 else 0.01, backward_ms=0.01)
-        before = {key: plan._course.plan for key, (_, plan) in model._engine._planner._plans.items()}
+        before = {key: plan._priced_plan.plan for key, (_, plan) in model.engine.planner._plans.items()}
         train(model, 1)
-        after = {key: plan._course.plan for key, (_, plan) in model._engine._planner._plans.items()}
-        lines = [record for record in caplog.records if record.name == "roundpipe.planning.adaptive"]
+        after = {key: plan._priced_plan.plan for key, (_, plan) in model.engine.planner._plans.items()}
+        lines = [record for record in caplog.records if record.name == "rp_engine.planning.adaptive"]
         assert len(lines) == sum(before[key] != after[key] for key in before)
         assert found == pytest.approx(wanted[:2], rel=1e-5)

@@ -10,6 +10,7 @@ import roundpipe
 import torch
 from plain import square_error
 from roundpipe import MemoryReport, RoundPipe, RoundPipeRunConfig, Runtime
+from rp_engine.runtime.runtime import MemoryUse
 from torch import nn
 
 NUMEL = 16 * 16 + 16
@@ -109,7 +110,7 @@ def test_pinned_bytes_and_devices_are_the_runtimes(runtime: Runtime) -> None:
 
 
 def test_it_prints_as_a_table() -> None:
-    use = roundpipe.runtime.runtime.MemoryUse("cpu:0", 1024, 2048, 1 << 30)
+    use = MemoryUse("cpu:0", 1024, 2048, 1 << 30)
     report = MemoryReport(2048, 0, 1024, 4096, None, 512, 8192, 1 << 40, (use,))
     assert str(report).splitlines() == [
         "host                  |      bytes",

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
-from roundpipe.planning.microbatches import counts_of, fastest
-from roundpipe.planning.pricing import Pricing
+from rp_engine.planning.microbatches import counts_of, fastest
+from rp_engine.planning.pricing import Pricing
 from rp_sched import LayerCost, Limits
 from torch import Tensor, nn
 
@@ -68,7 +68,7 @@ def test_no_number_is_chosen_if_nothing_fits() -> None:
 
 
 def test_it_is_chosen_once_kept_and_logged(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="roundpipe.planning.planner")
+    caplog.set_level(logging.INFO, logger="rp_engine.planning.planner")
     model = make()
     counts = [counted(model, batch) for batch in (12, 24, 12)]
     assert len(set(counts)) == 1
@@ -100,7 +100,7 @@ def test_numbers_are_those_of_the_number_given(make: Make, monkeypatch: pytest.M
     model = make()
     loss = step(model)
     model.synchronize()
-    chosen = model.engine._planner.chosen["fused"]
+    chosen = model.engine.planner.chosen["fused"]
     given = make(RoundPipeRunConfig(num_microbatch=chosen))
     assert chosen > 1
     assert step(given).equal(loss)
@@ -125,7 +125,7 @@ def test_a_call_may_ask_for_it_and_a_given_number_stays_exact(make: Make) -> Non
     assert counted(model, 12) == 5
     with torch.no_grad():
         model(torch.ones(12, 8), roundpipe_run_config=AUTO)
-    assert model.engine._planner.chosen.keys() == {"train"}
+    assert model.engine.planner.chosen.keys() == {"train"}
     assert counted(model, 12) == 5
 
 
@@ -136,7 +136,7 @@ def test_outputs_in_microbatches_keep_theirs(make: Make) -> None:
         found = second(first(torch.ones(12, 8)), roundpipe_run_config=RoundPipeRunConfig(merge_output=False))
     assert len(found) == 4
     assert second.num_microbatch is None
-    assert second.engine._planner.chosen == {}
+    assert second.engine.planner.chosen == {}
 
 
 def test_words_other_than_auto_are_refused() -> None:

@@ -11,9 +11,11 @@ import rp_batch
 import torch
 from plain import Tensors, assert_near, gradients, plans, square_error, train_call, twin
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
-from roundpipe.execution.stage.stage import Stage
+from rp_engine.execution.stage.stage import Stage
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.usefixtures("small_departures")
 
 WIDTH = 4
 
@@ -136,6 +138,7 @@ def data(call: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(6, WIDTH, generator=generator), torch.randn(6, 3, generator=generator)
 
 
+@pytest.mark.usefixtures("samples_first")
 @pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan_name", ["all fused", "one stage", "one layer a stage", "microbatches divided"])
@@ -175,6 +178,7 @@ class Changing(nn.Module):
         return found if x[0, 0] == 0 else found + self.linear(x)
 
 
+@pytest.mark.usefixtures("samples_first")
 def test_after_a_gradient_that_came_too_late_the_same_call_gives_the_right_numbers() -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Hardtanh(), nn.Linear(WIDTH, WIDTH, bias=False), Changing(), nn.Linear(WIDTH, 3))
@@ -273,6 +277,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Linear], nn.Module], str]] = {
 }
 
 
+@pytest.mark.usefixtures("samples_first")
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.parametrize("plan_name", ["all fused", "one layer a stage"])
 def test_gradients_that_nobody_would_add_are_refused(

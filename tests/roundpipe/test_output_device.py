@@ -52,6 +52,7 @@ def test_a_call_may_ask_for_the_host_again(two: Runtime) -> None:
     assert_near(gradients(layers), gradients(truth))
 
 
+@pytest.mark.usefixtures("samples_first")
 def test_a_device_that_is_not_there_is_refused_before_anything_runs(two: Runtime) -> None:
     model = RoundPipe(mlp(), runtime=two)
     ran: list[object] = []

@@ -9,11 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from paired import Meeting, on_both
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, profile
 from roundpipe.optim import AdamW, clip_grad_norm_
 from torch import nn
+
+pytestmark = pytest.mark.usefixtures("small_departures")
 
 LIMIT_S = 20.0
 LAYERS = 3

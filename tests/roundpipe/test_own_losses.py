@@ -342,3 +342,30 @@ def test_tensors_are_the_loss_as_ever(two):
 def test_rp_presets_meets_the_protocol():
     assert isinstance(OwnLoss("tokens", takes_total=False), Protocol)
     assert not isinstance(SimpleNamespace(share=1), Protocol)
+
+
+class AttrDict(dict[str, Any]):
+    """A dict whose items are attributes, as many write it: without an item it raises `KeyError`."""
+
+    __getattr__ = dict.__getitem__
+
+
+class AttrHead(nn.Linear):
+    """Returns such a dict."""
+
+    def forward(self, x: torch.Tensor) -> AttrDict:
+        return AttrDict(y=super().forward(x))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_outputs_may_be_dicts_whose_items_are_attributes(two: Runtime, microbatches: int) -> None:
+    row = nn.Sequential(nn.Linear(4, 4), AttrHead(4, 3))
+    x = torch.randn(4, 4)
+    wanted = row(x).y
+    config = RoundPipeRunConfig(num_microbatch=microbatches)
+
+    model = RoundPipe(row, runtime=two, model_run_config=config)
+    loss = model.forward_backward((x,), loss_fn=lambda outputs, _: outputs.y.square().sum())
+
+    assert_near(loss, wanted.square().sum())
+    assert_near(model(x).y, wanted)

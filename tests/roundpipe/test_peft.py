@@ -22,7 +22,7 @@ from peft import (
 from plain import assert_near
 from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime
 from roundpipe import wrap_model_to_roundpipe as wrap
-from roundpipe.device.parametrizing import cache_by_thread
+from rp_engine.device.parametrizing import cache_by_thread
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers import (
@@ -352,3 +352,25 @@ def test_a_cache_of_parametrized_weights_is_the_threads_own() -> None:
     finally:
         done.set()
         thread.join()
+
+
+def test_the_penalty_that_adalora_adds_to_the_loss_is_trained(devices: Runtime) -> None:
+    config = AdaLoraConfig(target_modules=["q_proj"], total_step=10, task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    truth = get_peft_model(qwen(), config)
+    with torch.no_grad():
+        for name, parameter in truth.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    p = copy.deepcopy(truth)
+    model = wrapped(p, devices)
+
+    wanted, found = (each(input_ids=ids(), labels=ids()).loss for each in (truth, model))
+    wanted.backward()
+    found.backward()
+    model.synchronize()
+
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
+    assert_near(
+        {n: q.grad for n, q in p.named_parameters()}, {n: q.grad for n, q in truth.named_parameters()}, 1e-4
+    )

@@ -34,6 +34,7 @@ FUSED = ModelExecutePlan([range(0, 2)], [range(2, 5), range(1, 2), range(0, 1)])
 WHOLE = ModelExecutePlan([range(0, 1), range(1, 5)], [range(3, 5), range(0, 3)])
 
 
+@pytest.mark.usefixtures("samples_first")
 def test_a_plan_for_fused_calls_cuts_every_call_as_it_says(two: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     config = RoundPipeRunConfig(execute_plan=FUSED, num_microbatch=2)
     model = RoundPipe(mlp(), runtime=two, model_run_config=config)
@@ -50,6 +51,7 @@ def test_a_plan_for_fused_calls_cuts_every_call_as_it_says(two: Runtime, monkeyp
     assert seen == ["F0:2", "F2:5"]
 
 
+@pytest.mark.usefixtures("samples_first")
 def test_a_plan_for_separate_calls_also_serves_calls_without_gradients(
     two: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +92,7 @@ def test_numbers_do_not_depend_on_the_plan(runtime: Runtime, plan: ModelExecuteP
     assert_near(gradients(layers), gradients(truth))
 
 
+@pytest.mark.usefixtures("samples_first")
 def test_a_plan_may_be_filled_in_step_by_step_and_given_for_one_call(
     two: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:

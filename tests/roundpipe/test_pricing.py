@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain import assert_near, batch, mlp, square_error, train_call, twin, weights
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
-from roundpipe.planning.adaptive import PlanInUse
-from roundpipe.planning.pricing import Machinery, host_of, priced
-from roundpipe.telemetry.layer_times import SELDOM, YOUNG_CALLS, LayerTimes, ModelTimer
-from roundpipe.telemetry.machine import Rates
-from rp_sched import Course, Device, Host, LayerCost, Limits, Plan, Switch
+from rp_engine.device.memory.call_size import CallSize
+from rp_engine.planning.adaptive import PlanInUse
+from rp_engine.planning.pricing import Machinery, host_of, priced
+from rp_engine.telemetry.layer_times import SELDOM, YOUNG_CALLS, LayerTimes, ModelTimer
+from rp_engine.telemetry.measurements import Rates
+from rp_sched import Device, Host, LayerCost, Limits, Plan, PricedPlan, Switch
 from torch import nn
 
 patient = settings(deadline=None)
@@ -100,15 +101,15 @@ def test_a_step_and_its_gradients_are_priced_by_the_weights_dtype(
 ):
     # The scheduler counts a parameter for every two bytes of weights.
     model = RoundPipe(nn.Linear(4, 4).to(dtype), runtime=two)
-    assert host_of(model._engine.host.state) == Host(gradient_buffers=buffers, optimizer_bytes=nbytes)
+    assert host_of(model.engine.host.state) == Host(gradient_buffers=buffers, optimizer_bytes=nbytes)
 
 
 @pytest.mark.parametrize("double_buffer", [True, False])
 def test_a_second_block_is_priced_from_the_first_step_on(two: Runtime, double_buffer: bool):
     model = RoundPipe(mlp(), runtime=two, double_buffer=double_buffer)
-    pricing = model._engine._planner._pricing
+    pricing = model.engine.planner.pricing
     pricing._on_host = False
-    two.machine.note_probe(Rates())
+    two.measurements.note_probe(Rates())
     x, y = batch(4)
     model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
     model.step(lambda: None)
@@ -157,11 +158,11 @@ class Measured:
                     backward_launch_ms=1.5 * launch_ms,
                 )
 
-    def settled(self) -> Course:
-        self.plan.course()
+    def settled(self) -> PricedPlan:
+        self.plan.priced_plan()
         while not self.plan.improve(budget_ms=50.0):
             pass
-        return self.plan.course()
+        return self.plan.priced_plan()
 
 
 def _most_tasks(plan: Plan) -> int:
@@ -176,7 +177,7 @@ def test_where_launching_gets_dear_a_plan_takes_less_of_the_gil():
     measured.timer.estimator.restart()
     measured.feed(10.0, 4.0)
     dear = measured.settled()
-    again = Course(cheap.plan, dear.loads.costs, mode="fused", microbatches=8, limits=dear.loads.limits)
+    again = PricedPlan(cheap.plan, dear.loads.costs, mode="fused", microbatches=8, limits=dear.loads.limits)
     assert dear.loads_ms(4)["GIL"] < again.loads_ms(4)["GIL"]
     assert _most_tasks(dear.plan) == 1
 
@@ -207,40 +208,40 @@ def test_launching_holds_the_gil_no_longer_than_calls_take(calls: list[tuple[int
 def test_calls_that_are_shorter_than_their_launching_make_launching_cheaper(two: Runtime):
     model = RoundPipe(mlp(), runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=MICROBATCHES))
     as_measured(two, model, {"gil_ms_per_gb": 0.0}, 30.0, 40.0)
-    planner, (x, y) = model._engine._planner, batch(MICROBATCHES)
-    parts = [((x,), {})] * MICROBATCHES
-    planner.log.measured = lambda *_: (planner._plan("fused", parts).course().plan, 100.0)
+    planner, (x, y) = model.engine.planner, batch(MICROBATCHES)
+    size = CallSize.of([[x]] * MICROBATCHES)
+    planner.log.measured = lambda *_: (planner._plan("fused", size).priced_plan().plan, 100.0)
     for _ in range(2):
-        planner.tasks(RoundPipeRunConfig(), "fused", parts, input_grads=False)
+        planner.tasks(RoundPipeRunConfig(), "fused", size, input_grads=False)
     model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
     model.synchronize()
-    course = planner._plan("fused", parts).course()
-    assert course.loads_ms(2)["GIL"] == pytest.approx(100.0)
-    assert course.work.launch_ms > 1000
+    priced_plan = planner._plan("fused", size).priced_plan()
+    assert priced_plan.loads_ms(2)["GIL"] == pytest.approx(100.0)
+    assert priced_plan.work.launch_ms > 1000
 
 
 def test_what_calls_of_the_plan_in_use_take_is_noted(two: Runtime):
     model = RoundPipe(mlp(), runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=MICROBATCHES))
     as_measured(two, model, {}, 30.0, 40.0)
-    planner, (x, _) = model._engine._planner, batch(MICROBATCHES)
-    parts = [((x,), {})] * MICROBATCHES
-    planner.tasks(RoundPipeRunConfig(), "fused", parts, input_grads=False)
-    replanner = planner._plan("fused", parts)._replanner
+    planner, (x, _) = model.engine.planner, batch(MICROBATCHES)
+    size = CallSize.of([[x]] * MICROBATCHES)
+    planner.tasks(RoundPipeRunConfig(), "fused", size, input_grads=False)
+    replanner = planner._plan("fused", size)._replanner
     assert replanner is not None
     for plan, expected in ((Plan(fused=range(1)), replanner.promised_ms), (replanner.in_use.plan, 77.0)):
         planner.log.measured = lambda *_, plan=plan: (plan, 77.0)
-        planner.tasks(RoundPipeRunConfig(), "fused", parts, input_grads=False)
+        planner.tasks(RoundPipeRunConfig(), "fused", size, input_grads=False)
         assert replanner.expected_ms == pytest.approx(expected)
 
 
 def test_a_promise_is_that_of_the_plan_in_use():
     measured = Measured(12 * GB)
-    assert measured.plan.promised_ms(measured.plan.course().plan) is None
+    assert measured.plan.promised_ms(measured.plan.priced_plan().plan) is None
     measured.feed(10.0, 0.1)
-    course = measured.settled()
-    promised = measured.plan.promised_ms(course.plan)
+    priced_plan = measured.settled()
+    promised = measured.plan.promised_ms(priced_plan.plan)
     assert promised is not None
-    assert promised >= course.bound_ms(4) * (1 - 1e-9)
+    assert promised >= priced_plan.bound_ms(4) * (1 - 1e-9)
     assert measured.plan.promised_ms(Plan(fused=range(12))) is None
 
 
@@ -336,11 +337,11 @@ def as_measured(
     runtime: Runtime, model: RoundPipe, rates: dict[str, Any], layer_ms: float, launch_ms: float
 ) -> Callable[[], Plan]:
     """Let the model plan as if this was measured on real devices; returns what tells its plan."""
-    pricing = model._engine._planner._pricing
+    pricing = model.engine.planner.pricing
     pricing._on_host = False
     links = (1e-2,) * len(runtime.lanes)
-    runtime.machine.note_probe(Rates(**{"up_gb_s": links, "down_gb_s": links, "memory_gb_s": 1.0, **rates}))
-    timer = model._engine._planner._timer("fused", MICROBATCHES)
+    runtime.measurements.note_probe(Rates(**{"up_gb_s": links, "down_gb_s": links, "memory_gb_s": 1.0, **rates}))
+    timer = model.engine.planner._timer("fused", MICROBATCHES)
     for layer in range(len(model.model)):
         for _ in range(3):
             timer.estimator.add(
@@ -354,6 +355,7 @@ def as_measured(
     return lambda: model.call_times()[0].plan
 
 
+@pytest.mark.slow
 def test_numbers_are_equal_on_any_number_of_devices_under_the_plans_that_prices_choose():
     chosen: dict[tuple[str, str], Plan] = {}
     x, y = batch(16)

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain import batch, mlp, square_error
 from roundpipe import RoundPipe, Runtime
-from roundpipe.planning import probe as probing
-from roundpipe.planning.probe import probe, probed, shared_by
-from roundpipe.telemetry.machine import Rates
+from rp_engine.planning import probe as probing
+from rp_engine.planning.probe import probe, probed, shared_by
+from rp_engine.telemetry.measurements import Rates
 from rp_sched import Host, Limits, Switch
 
 patient = settings(deadline=None)
@@ -67,20 +67,20 @@ def test_a_probe_that_fails_is_logged_and_training_goes_on(
     def refuse(*_: object, **__: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("as arranged")
 
-    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, logger="roundpipe.planning.probe"):
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, logger="rp_engine.planning.probe"):
         patched.setattr(two.backend.devices[1], "empty", refuse)
         assert probed(two) == Rates()
     assert [record.getMessage() for record in caplog.records] == [
         "links and host memory could not be probed, so calls must measure them: as arranged"
     ]
     model = RoundPipe(mlp(), runtime=two)
-    model._engine._planner._pricing._on_host = False
+    model.engine.planner.pricing._on_host = False
     x, y = batch(8)
     for _ in range(4):
         model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
     model.synchronize()
-    assert two.machine.is_probed
-    assert any(two.machine.rates().up_gb_s)
+    assert two.measurements.is_probed
+    assert any(two.measurements.rates().up_gb_s)
 
 
 def test_cpu_devices_are_not_probed(two: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_cpu_devices_are_not_probed(two: Runtime, monkeypatch: pytest.MonkeyPatc
     for _ in range(4):
         model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
     model.synchronize()
-    assert not two.machine.is_probed
+    assert not two.measurements.is_probed
 
 
 # What links share

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain import batch, mlp, plans, square_error, weights
 from roundpipe import Busy, RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime
-from roundpipe.telemetry import tracing
-from roundpipe.telemetry.profiling import profile
-from roundpipe.telemetry.summary import summarize
-from roundpipe.telemetry.tracing import Span
+from rp_engine.telemetry import tracing
+from rp_engine.telemetry.profiling import profile
+from rp_engine.telemetry.summary import summarize
+from rp_engine.telemetry.tracing import Span
 from rp_sched import Plan
 from rp_transfer import CpuBackend
 from torch import nn
@@ -71,6 +71,7 @@ def test_every_microbatch_of_every_task_is_in_its_devices_row(runtime: Runtime, 
     assert found == sorted(2 * [(layer, str(m)) for layer in range(5) for m in range(MICROBATCHES)])
 
 
+@pytest.mark.usefixtures("samples_first")
 def test_bytes_are_those_of_weights_and_gradients(runtime: Runtime, tmp_path: Path) -> None:
     # Sizes that need no padding between tensors.
     layers = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 16))
@@ -88,6 +89,7 @@ def test_bytes_are_those_of_weights_and_gradients(runtime: Runtime, tmp_path: Pa
     assert sum(device.upload_bytes for device in summary.devices) == size + x.nbytes + y.nbytes
 
 
+@pytest.mark.usefixtures("samples_first")
 def test_the_caller_and_the_optimizer_have_rows_and_waits_say_what_for(runtime: Runtime, tmp_path: Path) -> None:
     model = wrapped(runtime)
     with profile(tmp_path / "trace.json") as taken:
@@ -175,6 +177,7 @@ def test_compute_and_idle_time_together_are_the_whole_time(runtime: Runtime, tmp
     assert 0 < summary.optimizer_s < summary.seconds
 
 
+@pytest.mark.usefixtures("samples_first")
 def test_forward_and_its_backward_are_two_calls(runtime: Runtime, tmp_path: Path) -> None:
     model = wrapped(runtime)
     with profile(tmp_path / "trace.json") as taken:
@@ -271,6 +274,7 @@ def test_another_thread_cannot_begin_a_second_one(tmp_path: Path) -> None:
     assert [type(error) for error in found] == [Busy]
 
 
+@pytest.mark.usefixtures("samples_first")
 def test_calls_of_several_threads_and_runtimes_are_recorded(tmp_path: Path) -> None:
     def work(name: str, runtime: Runtime) -> None:
         model = RoundPipe(mlp(), runtime=runtime, name=name)
@@ -348,6 +352,7 @@ def test_it_ends_though_another_thread_goes_on(two: Runtime, tmp_path: Path) -> 
     assert of_kind(taken, "call")
 
 
+@pytest.mark.usefixtures("samples_first")
 def test_a_runtime_that_closes_within_leaves_its_spans(tmp_path: Path) -> None:
     with profile(tmp_path / "trace.json") as taken:
         for _ in range(2):

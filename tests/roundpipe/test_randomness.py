@@ -15,8 +15,9 @@ from forking import Checkpointed, state_after_a_call, trained
 from lull import pause
 from plain import PATIENCE_S, PLAN_NAMES, assert_near, batch, gradients, plans, square_error, twin
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
-from roundpipe.device.randomness import Drawer, Randomness
-from roundpipe.errors import Busy
+from rp_engine.device.randomness import Drawer, Randomness
+from rp_engine.errors import Busy
+from rp_engine.habits import Habits
 from torch import nn
 
 CPU = torch.default_generator
@@ -63,6 +64,7 @@ def train(devices: str, plan_name: str, layers: nn.Sequential, separate: bool = 
         return results, gradients(layers)
 
 
+@pytest.mark.usefixtures("samples_first")
 @pytest.mark.pairwise
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("plan_name", PLAN_NAMES)
@@ -93,6 +95,7 @@ def test_recomputation_draws_what_the_forward_drew(devices: str, plan_name: str,
         assert_near(grads, wanted_grads, 1e-4)
 
 
+@pytest.mark.usefixtures("samples_first")
 @pytest.mark.parametrize("plan_name", ["one layer a stage", "microbatches divided"])
 def test_a_layer_that_draws_only_sometimes_draws_the_same_everywhere(plan_name: str) -> None:
     def row() -> nn.Sequential:
@@ -184,6 +187,7 @@ def test_changing_between_training_and_evaluation_is_seen(runtime: Runtime) -> N
     assert not torch.allclose(model(x).detach(), wanted)
 
 
+@pytest.mark.usefixtures("samples_first")
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_inside_a_layer_leaves_the_numbers_of_other_layers_alone(
@@ -208,7 +212,7 @@ def test_a_checkpoint_inside_a_layer_leaves_the_callers_generator_alone(devices:
 def test_what_reads_the_generators_state_has_its_backward_beside_others_unless_it_drew(
     draws: bool, drawer: Drawer
 ) -> None:
-    randomness = Randomness(7, 2, quiet=set())
+    randomness = Randomness(7, 2, Habits())
 
     def reads() -> None:
         torch.get_rng_state()
@@ -216,7 +220,7 @@ def test_what_reads_the_generators_state_has_its_backward_beside_others_unless_i
             torch.rand(1)
 
     for microbatch in (0, 1):
-        randomness.run(CPU, drawer, microbatch, reads, again=False)
+        randomness.run(CPU, drawer, microbatch, reads, recomputes=False)
     entered = threading.Event()
 
     def enter() -> None:
@@ -236,16 +240,16 @@ def test_what_reads_the_generators_state_has_its_backward_beside_others_unless_i
 
 
 def test_a_backward_through_what_does_not_read_the_generators_state_takes_no_lock() -> None:
-    randomness, draws, reads = Randomness(7, 3, quiet=set()), Drawer("layer", 0), Drawer("layer", 1)
-    randomness.run(CPU, draws, 0, lambda: torch.rand(1), again=False)
-    randomness.run(CPU, reads, 0, torch.get_rng_state, again=False)
+    randomness, draws, reads = Randomness(7, 3, Habits()), Drawer("layer", 0), Drawer("layer", 1)
+    randomness.run(CPU, draws, 0, lambda: torch.rand(1), recomputes=False)
+    randomness.run(CPU, reads, 0, torch.get_rng_state, recomputes=False)
     for layers, microbatch in (([0, 2], 0), ([0, 1], 1)):
         assert isinstance(randomness.backward(layers, microbatch, with_loss=True), nullcontext)
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_layers_that_fork_the_generator_in_forward_do_so_one_at_a_time(again: bool) -> None:
-    randomness = Randomness(7, 2, quiet=set())
+    randomness = Randomness(7, 2, Habits())
     forked, both, drawn = (threading.Event() for _ in range(3))
 
     def fork(seed: int, then: Callable[[], object]) -> torch.Tensor:
@@ -263,19 +267,19 @@ def test_layers_that_fork_the_generator_in_forward_do_so_one_at_a_time(again: bo
         return fork(5, lambda: (both.set(), drawn.wait(PATIENCE_S)))
 
     both.set()
-    wanted = randomness.run(CPU, Drawer("layer", 0), 0, first, again=False)
-    randomness.run(CPU, Drawer("layer", 1), 0, second, again=False)
+    wanted = randomness.run(CPU, Drawer("layer", 0), 0, first, recomputes=False)
+    randomness.run(CPU, Drawer("layer", 1), 0, second, recomputes=False)
     for event in (forked, both, drawn):
         event.clear()
     with ThreadPoolExecutor() as other:
-        found = other.submit(randomness.run, CPU, Drawer("layer", 0), 0, first, again=again)
+        found = other.submit(randomness.run, CPU, Drawer("layer", 0), 0, first, recomputes=again)
         assert forked.wait(PATIENCE_S)
-        randomness.run(CPU, Drawer("layer", 1), 0, second, again=again)
+        randomness.run(CPU, Drawer("layer", 1), 0, second, recomputes=again)
         assert torch.equal(found.result(), wanted)
 
 
 def test_a_recomputation_reads_the_callers_state_though_another_layer_draws() -> None:
-    randomness, draws, reads = Randomness(7, 2, quiet=set()), Drawer("layer", 0), Drawer("layer", 1)
+    randomness, draws, reads = Randomness(7, 2, Habits()), Drawer("layer", 0), Drawer("layer", 1)
     under_way, read = threading.Event(), threading.Event()
 
     def draw() -> None:
@@ -283,19 +287,19 @@ def test_a_recomputation_reads_the_callers_state_though_another_layer_draws() ->
         under_way.set()
         pause(until=read)
 
-    randomness.run(CPU, reads, 0, torch.get_rng_state, again=False)
+    randomness.run(CPU, reads, 0, torch.get_rng_state, recomputes=False)
     callers = CPU.get_state()
     with ThreadPoolExecutor() as other:
-        other.submit(randomness.run, CPU, draws, 0, draw, again=False)
+        other.submit(randomness.run, CPU, draws, 0, draw, recomputes=False)
         assert under_way.wait(PATIENCE_S)
-        found = randomness.run(CPU, reads, 0, torch.get_rng_state, again=True)
+        found = randomness.run(CPU, reads, 0, torch.get_rng_state, recomputes=True)
         read.set()
     assert torch.equal(found, callers)
 
 
 def test_functions_of_the_generators_state_count_their_calls_in_compiled_code() -> None:
     # Traced, they would count what was so when they were compiled.
-    randomness = Randomness(7, 2, quiet=set())
+    randomness = Randomness(7, 2, Habits())
 
     @torch.compile(backend="eager")
     def fork(x: torch.Tensor) -> torch.Tensor:
@@ -303,7 +307,7 @@ def test_functions_of_the_generators_state_count_their_calls_in_compiled_code() 
         return x + 1
 
     for microbatch in range(4):
-        randomness.run(CPU, Drawer("layer", 0), microbatch, lambda: fork(torch.zeros(2)), again=False)
+        randomness.run(CPU, Drawer("layer", 0), microbatch, lambda: fork(torch.zeros(2)), recomputes=False)
     assert {(Drawer("layer", 0), microbatch) for microbatch in range(4)} <= randomness.read & randomness.drew
 
 
@@ -388,7 +392,7 @@ class GpuGenerator:
 
 def test_a_gpus_generator_is_seeded_for_each_layer_and_set_back() -> None:
     generator: Any = GpuGenerator()
-    randomness, seen = Randomness(1, 3, set()), []
+    randomness, seen = Randomness(1, 3, Habits()), []
 
     def draw(count: int) -> None:
         seen.append((generator.seed, generator.offset))
@@ -400,12 +404,12 @@ def test_a_gpus_generator_is_seeded_for_each_layer_and_set_back() -> None:
 
     for layer, body in enumerate([partial(draw, 0), partial(draw, 4), lambda: generator.manual_seed(5)]):
         for _ in range(2):
-            randomness.run(generator, Drawer("layer", layer), 0, body, again=False)
+            randomness.run(generator, Drawer("layer", layer), 0, body, recomputes=False)
             assert (generator.seed, generator.offset) == (11, 8)
     assert randomness.drew_on_device == {(Drawer("layer", 1), 0), (Drawer("layer", 2), 0)}
-    randomness.run(generator, Drawer("layer", 1), 0, partial(draw, 4), again=True)
+    randomness.run(generator, Drawer("layer", 1), 0, partial(draw, 4), recomputes=True)
     assert len({seed for seed, _ in seen}) == 2
     assert seen[-1] == seen[-2] == (seen[-1][0], 0)
     with pytest.raises(KeyError):
-        randomness.run(generator, Drawer("layer", 1), 0, fail, again=True)
+        randomness.run(generator, Drawer("layer", 1), 0, fail, recomputes=True)
     assert (generator.seed, generator.offset) == (11, 8)

@@ -40,7 +40,7 @@ def padded(rows: int) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def default(two: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """The runtime that models take by default."""
-    for module in ("models.roundpipe", "models.auto", "models.wrap"):
+    for module in ("models.wrapped.options", "models.auto"):
         monkeypatch.setattr(f"roundpipe.{module}.default_runtime", lambda: two)
 
 

@@ -19,7 +19,7 @@ import torch
 from plain import assert_near, batch, gradients, mlp, plans, square_error, train_call, twin
 from programs import TORCH, ended
 from roundpipe import Busy, RoundPipe, RoundPipeRunConfig, Runtime, TrainingWarning
-from roundpipe.runtime import runtime as runtime_module
+from rp_engine.runtime import runtime as runtime_module
 from rp_transfer import Closed, CpuBackend, PinningWarning
 from torch import nn
 
@@ -36,7 +36,7 @@ assert threading.active_count() == before
 assert not torch.cuda.is_initialized()
 roundpipe.from_pretrained
 assert "cupy" not in sys.modules and "transformers" not in sys.modules
-from roundpipe.runtime import runtime
+from rp_engine.runtime import runtime
 assert not runtime._default
 """
     assert ended(code, imports=TORCH) == (0, "", "")
@@ -163,6 +163,7 @@ def test_a_second_thread_is_refused_while_a_call_is_launched(runtime: Runtime) -
     other(x)
 
 
+@pytest.mark.usefixtures("samples_first")
 @pytest.mark.parametrize("what", ["forward", "fused", "step", "synchronize", "zero_grad"])
 @pytest.mark.parametrize("place", ["layer", "loss", "step", "async step"])
 def test_calls_from_the_engines_own_threads_are_refused(two: Runtime, place: str, what: str) -> None:
@@ -289,7 +290,7 @@ def test_training_is_the_same_where_pinning_is_refused(monkeypatch: pytest.Monke
         del devices, memory_bytes
         return CpuBackend(2, strict=strict, pin_limit_bytes=100)
 
-    monkeypatch.setattr("roundpipe.runtime.runtime.open_backend", limited)
+    monkeypatch.setattr("rp_engine.runtime.runtime.open_backend", limited)
     losses: list[list[torch.Tensor]] = []
     for refused in (True, False):
         with Runtime("cpu:2") as runtime, pytest.warns(PinningWarning) if refused else nullcontext():
@@ -306,6 +307,7 @@ def test_training_is_the_same_where_pinning_is_refused(monkeypatch: pytest.Monke
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_a_forgotten_model_gives_its_memory_back(runtime: Runtime) -> None:
     x, y = batch(6)
 

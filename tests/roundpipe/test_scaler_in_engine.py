@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -293,11 +294,14 @@ def test_a_scaler_goes_with_the_default_runtime_unless_told(monkeypatch: pytest.
     optimizer = roundpipe.optim.SGD(model.optim_parameters(), lr=0.1)
     scaler = GradScaler()
     x, y = batch(6)
+
     loss_fn = lambda outputs, labels: scaler.scale(square_error(outputs, labels))  # noqa: E731
     model.forward_backward(input_args=(x,), label=y, loss_fn=loss_fn)
     model.step(lambda: (scaler.step(optimizer), optimizer.zero_grad()), is_async=False)
     scaler.update(is_async=False)
+
     assert not torch.equal(layers[0].weight, before["0.weight"])
+    model.runtime.close()
 
 
 def test_a_scaler_of_another_runtime_is_refused_in_words(two: Runtime) -> None:
@@ -394,3 +398,38 @@ def test_each_optimizer_of_roundpipe_trains_a_model(runtime: Runtime, name: str)
         losses.append(model.forward_backward(input_args=(x,), label=y, loss_fn=square_error).item())
         model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("call", [0, 5, 11])
+def test_training_goes_on_with_a_copy_of_the_scaler_as_with_the_first(
+    two: Runtime, monkeypatch: pytest.MonkeyPatch, is_async: bool, call: int
+) -> None:
+    # What is pickled belongs to the default runtime, which is this test's.
+    monkeypatch.setattr("rp_engine.optimizer.scaler.default_runtime", lambda: two)
+
+    def trained(copied: Any) -> tuple[list[float], Any]:
+        layers = mlp()
+        model = RoundPipe(layers, runtime=two)
+        optimizer = torch.optim.SGD(model.optim_parameters(), lr=1e-3)
+        scaler = new_scaler(two)
+        scales: list[float] = []
+        for number in range(CALLS):
+            if number == call:
+                scaler = copied(scaler)
+            x, y = data(number)
+            model.forward_backward(
+                input_args=(x,), label=y, loss_fn=lambda o, t, s=scaler: s.scale(square_error(o, t))
+            )
+            model.step(lambda s=scaler: (s.step(optimizer), optimizer.zero_grad()), is_async=is_async)
+            scaler.update(is_async=is_async)
+            scales.append(scaler.get_scale())
+        model.synchronize()
+        return scales, weights(layers)
+
+    scales, wanted = trained(lambda scaler: scaler)
+    for copied in (copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))):
+        found_scales, found = trained(copied)
+        assert found_scales == scales
+        assert_near(found, wanted, 0.0)

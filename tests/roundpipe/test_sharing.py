@@ -14,6 +14,8 @@ from rp_sched import Plan
 from torch import nn
 from torch.nn.utils import parametrizations
 
+pytestmark = pytest.mark.usefixtures("small_departures")
+
 
 class Tied(nn.Module):
     """Multiplies by a weight that another layer has too."""
@@ -133,6 +135,7 @@ ROWS = [
 
 @pytest.mark.slow
 @pytest.mark.pairwise
+@pytest.mark.usefixtures("samples_first")
 @pytest.mark.parametrize("plan_name", PLAN_NAMES)
 @pytest.mark.parametrize("make", ROWS)
 def test_gradients_and_steps_are_those_of_plain_pytorch(

@@ -12,8 +12,8 @@ import torch
 from checkpointing import equal, job, with_dropout
 from plain import mlp
 from roundpipe import CheckpointMismatch, CheckpointWarning, RoundPipe, Runtime, load_checkpoint, save_checkpoint
-from roundpipe.engine.memory.forecast import MemoryForecast
-from roundpipe.engine.memory.host_bytes import HostBytes
+from rp_engine.engine.memory.forecast import MemoryForecast
+from rp_engine.engine.memory.host_bytes import HostBytes
 from rp_transfer import HostLimit
 
 KINDS = ("bf16", "8bit")

@@ -218,6 +218,7 @@ def counted(runtime: Runtime) -> tuple[int, int, int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("samples_first")
 @pytest.mark.parametrize("calls", [CALLS // 5, pytest.param(CALLS, marks=pytest.mark.nightly)])
 def test_calls_with_faults_end_where_those_that_succeeded_do(calls: int) -> None:
     moves, fuse, warm = [draw(seed) for seed in range(1, calls + 1)], Fuse(), calls // 2
@@ -249,6 +250,7 @@ def test_calls_with_faults_end_where_those_that_succeeded_do(calls: int) -> None
 
 @pytest.mark.cuda
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("samples_first")
 def test_a_thousand_calls_on_all_gpus_end_where_those_on_one_do() -> None:
     """Few microbatches, tiny layers, plans that change: whatever is not waited for shows in some of them."""
     moves = [replace(draw(seed), fault="") for seed in range(1, CALLS + 1)]

@@ -178,7 +178,7 @@ def test_a_refused_checkpoint_leaves_masters_in_halves_as_they_were(tmp_path: Pa
 
 
 def test_large_masters_are_written_and_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roundpipe.checkpoints.tensor_file.STRIDE_BYTES", 28)
+    monkeypatch.setattr("rp_checkpoint.files.tensor_file.STRIDE_BYTES", 28)
     with Runtime("cpu:1") as runtime:
         own, other = split(runtime), split(runtime, layers=with_dropout(5))
         own.train(0, 2)

@@ -30,6 +30,8 @@ from rp_sched import Plan
 from rp_transfer import HostLimit
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("small_departures")
+
 # Times a bf16 number it is no power of two, as 0.05 times 1.25 is: so first steps of SGD do not end on ties.
 LR = 0.03
 optim = roundpipe.optim
@@ -174,6 +176,7 @@ def scaled_step(model: RoundPipe, optimizer: torch.optim.Optimizer, scaler: Grad
 # Bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "is_async", "double_buffer", "per_parameter"),
     [

@@ -31,14 +31,17 @@ from roundpipe import (
     save_checkpoint,
     wrap_model_to_roundpipe,
 )
-from roundpipe.cli.errors import Refused
-from roundpipe.cli.finetune.forecast import foretold
-from roundpipe.cli.finetune.options import read_fine_tuning
-from roundpipe.cli.options import Given
-from roundpipe.state.gradient import Gradient
+from rp_cli.finetune.forecast import foretold
+from rp_cli.finetune.options import read_fine_tuning
+from rp_cli.options import Given
+from rp_engine.state.gradient import Gradient
 from rp_sched import Plan
+from rp_trainer.errors import Refused
 from shortages import PLENTY, Trap, trapped
+from sometimes import one_in
 from torch import nn
+
+pytestmark = pytest.mark.usefixtures("small_departures")
 
 LR = 0.03
 DEPTH = 11
@@ -136,7 +139,7 @@ def both(runtime: Runtime, make: Made = ADAM, layers: Callable[[], nn.Module] = 
 # Numbers
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("make", one_in(4, OPTIMIZERS.values()), ids=OPTIMIZERS)
 def test_every_optimizer_has_the_numbers_of_a_step_after_the_call(two: Runtime, make: Made) -> None:
     assert both(two, make)
 
@@ -226,6 +229,7 @@ def test_shared_unused_and_frozen_weights_have_those_numbers(
     assert both(two, layers=layers, plan=PLANS[plan])
 
 
+@pytest.mark.pairwise
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [row, tied, experts, frozen, adapted])
 @pytest.mark.parametrize("plan", [name for name in PLANS if name != "planned"])
@@ -291,6 +295,7 @@ def test_the_next_call_reads_the_result_and_inference_goes_on(two: Runtime) -> N
 # Bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "per_parameter"), [("fp32", 12), ("bf16", 8), ("8bit", 6.125)])
 def test_a_trained_model_takes_so_many_bytes_a_parameter(kind: Any, per_parameter: float) -> None:
     count, width = 32, 128
@@ -752,6 +757,7 @@ def test_an_interrupted_call_is_torn_or_whole_and_says_which(two: Runtime) -> No
     call(model, optimizer)
 
 
+@pytest.mark.usefixtures("samples_first")
 @pytest.mark.parametrize(
     ("plan", "nth"), [("all fused", 2), ("all fused", 40), ("one stage", 25), ("one stage", 60)]
 )

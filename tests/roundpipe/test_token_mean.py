@@ -188,6 +188,7 @@ def test_labels_in_microbatches_are_refused(two):
         split(language_model(), torch.ones(3, 4).long(), parts, token_mean(aligned_sum, shift=False), 2, two)
 
 
+@pytest.mark.usefixtures("samples_first")
 def test_the_loss_may_use_logits_that_were_not_computed(runtime):
     import rp_presets
 

@@ -22,8 +22,10 @@ from roundpipe import (
     TrainsNothing,
     wrap_model_to_roundpipe,
 )
-from roundpipe.optimizer.watched import Watched, watch_optimizers
+from rp_engine.optimizer.watched import Watched, watch_optimizers
 from torch import nn
+
+pytestmark = pytest.mark.usefixtures("small_departures")
 
 OPTIMIZERS = {"torch": torch.optim.AdamW, "ours": roundpipe.optim.AdamW}
 RIGHT = r"model\.step\(lambda: \(optimizer\.step\(\), optimizer\.zero_grad\(\)\)\)"

@@ -10,7 +10,7 @@ import pytest
 from lull import later, pause
 from mutants import started
 from paired import on_both
-from remove_waits import ENGINE, WAITS, Wait
+from remove_waits import COPIED, WAITS, Wait
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -24,7 +24,7 @@ def ended() -> Iterator[Callable[[int], str]]:
 
 @pytest.mark.parametrize("wait", WAITS, ids=[wait.what for wait in WAITS])
 def test_the_engine_has_each_of_them(wait: Wait) -> None:
-    wait.removed_from((ENGINE / wait.file).read_text())
+    wait.removed_from(wait.path_in(COPIED).read_text())
 
 
 def test_two_machines_in_one_process_meet() -> None:

@@ -24,6 +24,7 @@ from roundpipe import (
     load_checkpoint,
     save_checkpoint,
 )
+from sometimes import one_in
 from torch import nn
 
 # (layer, recomputed, weight) as the layers below read them; a layer's own attributes are copied to the devices.
@@ -149,7 +150,7 @@ KINDS = ["fused", "separate", "by turns"]
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", one_in(2, TABLE))
 def test_each_of_twenty_calls_reads_the_weights_that_the_table_says(
     runtime: Runtime, name: str, kind: str
 ) -> None:

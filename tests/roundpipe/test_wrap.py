@@ -164,6 +164,32 @@ def test_gradients_add_up_and_are_shown_under_the_old_names(runtime: Runtime) ->
     assert set(gradients(model.model).values()) == {None}
 
 
+@pytest.mark.parametrize("drop", ["zero_grad", "reset"])
+def test_gradients_are_dropped_that_autograd_has_put_outside_the_parts(two: Runtime, drop: str) -> None:
+    layers = net()
+    truth = twin(layers)
+    model = wrapped(layers, two)
+    model(ids(0)).square().mean().backward()
+
+    getattr(model, drop)()
+    model(ids(1)).square().mean().backward()
+    model.synchronize()
+
+    truth(ids(1)).square().mean().backward()
+    assert_near(gradients(model.model), gradients(truth))
+
+
+def test_what_code_outside_has_put_into_grad_is_dropped_too(two: Runtime) -> None:
+    layers = mlp()
+    model = RoundPipe(layers, runtime=two)
+    layers[0].weight.sum().backward()
+
+    model.zero_grad()
+    model.synchronize()
+
+    assert set(gradients(layers).values()) == {None}
+
+
 def test_a_weight_that_the_parent_reads_itself_gets_its_gradient(two: Runtime) -> None:
     class Reads(nn.Module):
         def __init__(self) -> None:
@@ -633,3 +659,31 @@ def test_the_memory_of_a_model_that_was_taken_apart_is_that_of_all_its_parts(two
     report = model.memory_report(optimizer)
     assert nbytes <= report.weights_bytes <= 1.1 * nbytes
     assert report.masters_bytes == nbytes
+
+
+class _Outside(nn.Module):
+    """Its small norm stays on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.back = nn.LayerNorm(4), nn.Linear(4, 400), nn.Linear(400, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.back(self.wide(self.norm(x)).tanh())
+
+
+def test_zero_grad_drops_gradients_of_parameters_outside_of_the_parts(two: Runtime) -> None:
+    torch.manual_seed(0)
+    truth = _Outside()
+    module = twin(truth)
+    model = roundpipe.wrap_model_to_roundpipe(module, runtime=two, lower_threshold=1000)
+    x = torch.randn(4, 4)
+
+    for each in (truth, model):
+        each(x).square().sum().backward()
+        each.zero_grad()
+        each(2 * x).square().sum().backward()
+    model.synchronize()
+
+    assert isinstance(model, AutoRoundPipe)
+    assert_near(gradients(module), gradients(truth), 1e-5)

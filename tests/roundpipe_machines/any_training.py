@@ -6,6 +6,7 @@ import ast
 from itertools import pairwise
 from typing import TypedDict
 
+import rp_batch
 import torch
 from machine_trainings import Found, square_error, weights
 from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, Runtime
@@ -141,9 +142,14 @@ def trained(recipe: Recipe, machines: Machines | bool = False) -> Found:
     layers = layers_of(recipe)
     with Runtime(f"cpu:{recipe['devices']}", machines=machines) as runtime:
         count = recipe["microbatches"]
-        own = count if runtime.group is None else len(runtime.group.share(count))
+        rank, size = runtime.peers.rank, runtime.peers.size
+        own = (rank + 1) * count // size - rank * count // size
         config = RoundPipeRunConfig(
-            num_microbatch=count, execute_plan=plan_of(recipe, len(layers), own), recompute_grain=recipe["grain"]
+            num_microbatch=count,
+            execute_plan=plan_of(recipe, len(layers), own),
+            recompute_grain=recipe["grain"],
+            # A trial shows no split of layers that write buffers which the next microbatch reads.
+            split_input=((rp_batch.Split(),), None),
         )
         model = RoundPipe(
             layers,

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from machine_trainings import Apart, adamw, batch, row, square_error, weights, wrapped
-from roundpipe import RoundPipeRunConfig, Runtime, save_checkpoint, wrap_model_to_roundpipe
+from roundpipe import RoundPipePackedData, RoundPipeRunConfig, Runtime, save_checkpoint, wrap_model_to_roundpipe
+from rp_batch import Replicate
 from torch import nn
 
 Found = list[str]
@@ -296,6 +297,42 @@ def _call(model: Any) -> None:
     model.forward_backward((x,), label=y, loss_fn=square_error)
 
 
+def packed_whole_by_one(runtime: Runtime) -> Found:
+    """Machine 0 alone gives a forward what cannot be split, before it is launched; then all draw alike."""
+    layers = row()
+    model = wrapped(runtime, layers)
+    optimizer = adamw(model.optim_parameters())
+    (x, _), (next_x, next_y) = batch(0), batch(1)
+    packed = RoundPipePackedData([x[:2], x[2:]], [(None, None)] * 2)
+    whole = RoundPipeRunConfig(split_input=((Replicate(),), {}))
+
+    def attempt() -> None:
+        if rank_of(runtime):
+            model(x)
+        else:
+            model(packed, roundpipe_run_config=whole)
+
+    found = [error_of(attempt)]
+    model.zero_grad()
+    seed = torch.default_generator.get_state().sum().item()
+    found.append(error_of(lambda: square_error(model(next_x), next_y).backward()))
+    stepped(model, optimizer)
+    return [*found, f"{seed} {total(layers)}"]
+
+
+def replaced_by_all(runtime: Runtime) -> Found:
+    """The parameters are replaced by those of a state dict, with their owners, and train on."""
+    layers = row()
+    model = wrapped(runtime, layers)
+    x, y = batch(0)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    found = [error_of(lambda: model.load_state_dict(state, assign=True))]
+    optimizer = adamw(model.optim_parameters())
+    found.append(error_of(lambda: square_error(model(x), y).backward()))
+    found.append(error_of(lambda: stepped(model, optimizer)))
+    return [*found, total(layers)]
+
+
 ALONE: dict[str, Callable[[Runtime], Found]] = {
     each.__name__: each
     for each in (
@@ -308,6 +345,8 @@ ALONE: dict[str, Callable[[Runtime], Found]] = {
         dropped_in_a_step_function,
         read_by_one,
         checkpoint_of_one,
+        packed_whole_by_one,
+        replaced_by_all,
     )
 }
 

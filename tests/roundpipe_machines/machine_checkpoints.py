@@ -22,8 +22,8 @@ from roundpipe import (
     save_checkpoint,
     wrap_model_to_roundpipe,
 )
-from roundpipe.checkpoints.writer import Writer
-from roundpipe.errors import CheckpointWarning
+from rp_checkpoint.errors import CheckpointWarning
+from rp_checkpoint.files.writer import Writer
 from torch import nn
 
 SAVED = 3

@@ -14,13 +14,13 @@ from zlib import crc32
 import torch
 from machine_trainings import adamw, batch, row, square_error, wrapped
 from roundpipe import CheckpointManager, RoundPipe, Runtime
-from roundpipe.checkpoints.writer import Writer
-from roundpipe.optimizer.shared_step import SharedStep
-from roundpipe.runtime.machines import MachineGroup
-from roundpipe.runtime.together import Together
-from roundpipe.state.block import Block
+from rp_checkpoint.files.writer import Writer
+from rp_checkpoint.saving.shared import SharedCheckpoint
 from rp_dist import Machines
-from rp_dist.opening import Opening
+from rp_dist.opening.opening import Opening
+from rp_engine.state.block import Block
+from rp_machines.group import MachineGroup
+from rp_machines.shared_step import SharedStep
 from rp_optim.host import HostOptimizer
 from torch import nn
 
@@ -88,7 +88,7 @@ class Moment:
 
     def saying(self) -> None:
         """What machines tell each other of a checkpoint reaches phases."""
-        self._hook(Together, "say", lambda args: self.reach(f"checkpoint, {args[1]}"), lambda: None)
+        self._hook(SharedCheckpoint, "say", lambda args: self.reach(f"checkpoint, {args[1]}"), lambda: None)
 
 
 # Every moment is on the machine that is lost: its hooks, and what is told of them.

@@ -472,6 +472,92 @@ def taken_apart(runtime: Runtime) -> Found:
     return [*found, f"{sum(value.double().sum() for value in weights(net).values())}"]
 
 
+class Mixes(nn.Module):
+    """Subtracts the mean of the batch, if it is told to."""
+
+    def __init__(self, *, mixes: bool = True) -> None:
+        super().__init__()
+        self.linear, self.mixes = nn.Linear(4, 3), mixes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The input (samples, 4), scaled and shifted (samples, 3)."""
+        y = self.linear(x)
+        return y - y.mean(0) if self.mixes else y
+
+
+class Holds(nn.Module):
+    """No row: runs a part between a sum and a sum."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.first, self.part = nn.Linear(4, 4), part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What the part makes of the input and a projection of it."""
+        return self.part(x + self.first(x)) + 1.0
+
+
+class Positions(nn.Module):
+    """Makes something of a number, which is no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 3)
+
+    def forward(self, count: int) -> torch.Tensor:
+        """Rows for so many samples."""
+        return self.table(torch.arange(count))
+
+
+class Adds(nn.Module):
+    """No row: adds what a part makes of the size of the batch alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.part = nn.Linear(4, 3), Positions()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A projection of the input, and the rows of its samples."""
+        return self.first(x) + self.part(len(x))
+
+
+def in_one_piece(runtime: Runtime) -> Found:
+    """A part and a row that cannot be split, twice; one that can be on machine 0 alone; one without a batch.
+
+    Then each machine evaluates a part in one piece, and a part that is left on the host is trained.
+    """
+
+    def training(net: nn.Module, **options: Any) -> Callable[[], None]:
+        config = RoundPipeRunConfig(num_microbatch=3)
+        sizes = {"lower_threshold": 1, "upper_threshold": 1 << 30}
+        model = wrap_model_to_roundpipe(
+            net, False, runtime=runtime, name="m", model_run_config=config, **{**sizes, **options}
+        )
+        optimizer = adamw(model.optim_parameters())
+        x, y = batch(0)
+
+        def step() -> None:
+            try:
+                square_error(model(x), y).backward()
+                model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+                model.synchronize()
+            finally:
+                model.zero_grad()
+
+        return step
+
+    torch.manual_seed(0)
+    found: Found = []
+    for net in (Holds(Mixes()), nn.Sequential(nn.Linear(4, 4), Mixes())):
+        step = training(net)
+        found += [_error(step), _error(step)]
+    found.append(_error(training(Holds(Mixes(mixes=_rank(runtime) == 1)))))
+    found.append(_error(training(Adds())))
+    held = Holds(Mixes())
+    training(held, skip_modules=[held.part])()
+    return [*found, f"{sum(value.double().sum() for value in weights(held).values())}"]
+
+
 def _raise_here(*_: object) -> None:
     raise ZeroDivisionError("in the model's own forward")
 
@@ -555,6 +641,47 @@ def other_losses(runtime: Runtime) -> Found:
     return found
 
 
+def loss_fails(runtime: Runtime) -> Found:
+    """Machine 1 fails in a loss without backward, which it notices before or while it runs; then all train on."""
+    found: Found = []
+    x, y = batch(0)
+    labels = y[: 9 - 4 * _rank(runtime)]
+    each = RoundPipeRunConfig(num_microbatch=9)
+    for mode in ("eval", "train"):
+        model, layers = _with_failing_layer(runtime, backward=False)
+        model.train(mode == "train")
+        found.append(_error(lambda model=model: model.loss((x,), None, labels, square_error)))
+        with torch.no_grad():
+            layers[1].at = float((x[-1] @ layers[0].weight.T + layers[0].bias)[0])
+        found.append(_error(lambda model=model: model.loss((x,), None, y, square_error, run_config=each)))
+        layers[1].at = 7.0
+        before = torch.get_rng_state()
+        alone = model.loss((x,), None, y, square_error)
+        # The machines compare it with each other in the call, and what they have drawn.
+        assert torch.equal(before, torch.get_rng_state()) == (mode == "eval")
+        assert torch.equal(alone, _call(model))
+    return found
+
+
+def loss_otherwise(runtime: Runtime) -> Found:
+    """What machines must do alike, or cannot do, in a loss without backward."""
+    model, x, y = wrapped(runtime, row()), *batch(0)
+    other, labels = batch(_rank(runtime))
+    found = [
+        _error(lambda: model.loss((other,), None, labels, square_error)),
+        _error(lambda: model.loss((x,), None, y, square_error, return_outputs=True)),
+        _error(lambda: model.loss((x[:1],), None, y[:1], square_error)),
+    ]
+    fresh = wrapped(runtime, row()).train(_rank(runtime) == 0)
+    found.append(_error(lambda: fresh.loss((x,), None, y, square_error)))
+    # Only the machine in training mode has drawn.
+    torch.manual_seed(0)
+    norms = wrapped(runtime, nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), microbatches=4)
+    found.append(_error(lambda: norms.loss((x,), None, y, square_error)))
+    found.append(_error(lambda: norms.eval().loss((x,), None, y, square_error)))
+    return found
+
+
 def too_few_microbatches(runtime: Runtime) -> Found:
     """Fewer microbatches than machines."""
     model = wrapped(runtime, row())
@@ -600,6 +727,9 @@ MISTAKES: dict[str, Callable[[Runtime], Found]] = {
         written_buffers,
         other_losses,
         too_few_microbatches,
+        loss_fails,
+        loss_otherwise,
+        in_one_piece,
     )
 }
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from machine_trainings import adamw, square_error, wrapped
 from roundpipe import Runtime
-from roundpipe.engine.memory.host_bytes import needed_by
-from roundpipe.errors import HostMemoryShort, HostMemoryWarning
-from roundpipe.state.model_state import HostOptions
-from roundpipe.state.shards import Shards
+from rp_engine.engine.memory.host_bytes import needed_by
+from rp_engine.errors import HostMemoryShort, HostMemoryWarning
+from rp_engine.state.model_state import HostOptions
 from rp_transfer import HostLimit, group
 from torch import nn
 
@@ -27,9 +26,8 @@ def measured(runtime: Runtime, *, double_buffer: bool) -> dict[str, Any]:
     optimizer = adamw(model.optim_parameters())
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(12, 64, generator=generator).bfloat16()
-    shards = None if runtime.group is None else Shards(runtime.group.rank, runtime.group.size)
-    if shards is not None:
-        shards.assign([found.tensors for found in planned if found.kind == "trainable"])
+    shards = runtime.peers.shards()
+    shards.assign([found.tensors for found in planned if found.kind == "trainable"])
     planned_bytes = needed_by(
         planned, HostOptions(optim_dtype=torch.float32), second_blocks=double_buffer, shards=shards
     )

@@ -20,7 +20,7 @@ from roundpipe import (
     wrap_model_to_roundpipe,
 )
 from roundpipe.optim import SGD, Adafactor, AdamW, Muon, clip_grad_norm_
-from roundpipe.planning import adaptive
+from rp_engine.planning import adaptive
 from torch import nn
 
 STEPS = 3
@@ -433,6 +433,52 @@ def taken_apart(runtime: Runtime) -> Found:
     return found
 
 
+class TimeFirst(nn.Module):
+    """No row: takes samples first, and hands them to its encoder time first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0)
+        self.first = nn.Linear(4, 8)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Steps of samples (samples, steps, 4) to (samples, steps, 3)."""
+        return self.last(self.encoder(self.first(x).transpose(0, 1)).transpose(0, 1))
+
+
+def time_first(runtime: Runtime) -> Found:
+    """A part that is split along its second dimension, as values show; fewer steps than samples, as many, more."""
+    found: Found = {}
+    for steps in (4, 6, 9):
+        torch.manual_seed(0)
+        net = TimeFirst()
+        config = RoundPipeRunConfig(num_microbatch=4)
+        model = wrap_model_to_roundpipe(
+            net, False, runtime=runtime, name="time", lower_threshold=1, model_run_config=config
+        )
+        # Not Adam: the gradients of the keys' biases are rounding alone, which it would make as large as others.
+        optimizer = SGD(model.optim_parameters(), lr=0.1)
+        losses: list[torch.Tensor] = []
+        # The fourth call tries anew.
+        for number in range(5):
+            generator = torch.Generator().manual_seed(number)
+            x, y = (torch.randn(6, steps, width, generator=generator) for width in (4, 3))
+            loss = square_error(model(x), y) / 100
+            loss.backward()
+            losses.append(loss.detach())
+            model.step(lambda optimizer=optimizer: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+        model.synchronize()
+        plain = TimeFirst()
+        plain.load_state_dict(weights(net))
+        outputs = model(x)
+        torch.testing.assert_close(outputs, plain(x))
+        outputs.sum().backward()
+        found[f"{steps} steps"] = {"losses": losses, "weights": weights(net), "outputs": outputs.detach()}
+    return found
+
+
 def forward_then_backward(runtime: Runtime) -> Found:
     """Two models in a row, and a loss outside of them."""
     layers = [row(dropout=0.2)[:3], row(dropout=0.2)[3:]]
@@ -466,6 +512,30 @@ def penalized(runtime: Runtime) -> Found:
     return {"weights": weights(layers)}
 
 
+def losses_alone(runtime: Runtime) -> Found:
+    """Losses without backward, in both modes, beside those of training calls from the same generator."""
+    layers = row(dropout=0.2)
+    model = wrapped(runtime, layers)
+    optimizer = adamw(model.optim_parameters())
+    found: Found = {}
+    for mode in ("train", "eval"):
+        model.train(mode == "train")
+        x, y = batch(0)
+        torch.manual_seed(1)
+        alone = model.loss((x.requires_grad_(),), label=y, loss_fn=several_errors)
+        drawn = torch.get_rng_state()
+        torch.manual_seed(1)
+        wanted = model.forward_backward((x.detach(),), label=y, loss_fn=several_errors)
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+        found[mode] = {"alone": alone, "wanted": wanted, "drawn": drawn}
+    return {**found, "weights": weights(layers)}
+
+
+def several_errors(outputs: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+    """Two losses of a microbatch."""
+    return [square_error(outputs, labels), (outputs - labels).abs().sum()]
+
+
 TRAININGS: dict[str, Callable[[Runtime], Found]] = {
     training.__name__: training
     for training in (
@@ -487,12 +557,14 @@ TRAININGS: dict[str, Callable[[Runtime], Found]] = {
         left_in_place,
         scaled,
         by_tokens,
+        losses_alone,
         weights_written_between,
         unfrozen_later,
         changed_after_the_optimizer,
         stepped_twice,
         saved_by_one,
         taken_apart,
+        time_first,
         forward_then_backward,
         penalized,
     )

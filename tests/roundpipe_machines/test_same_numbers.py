@@ -56,6 +56,23 @@ def test_all_machines_have_the_same_bits(machines: int, devices: str) -> None:
         assert all(torch.equal(tensor, other[place]) for place, tensor in first.items())
 
 
+@pytest.mark.parametrize(("machines", "devices"), [pytest.param(1, TWO), *GROUPS])
+def test_a_loss_without_backward_has_the_bits_of_a_training_call_and_draws_in_training_mode_only(
+    machines: int, devices: str
+) -> None:
+    torch.manual_seed(1)
+    undrawn = torch.get_rng_state()
+    torch.randint(1 << 62, ())
+    drawn = torch.get_rng_state()
+
+    for found in _found(machines, devices):
+        for mode, state in (("train", drawn), ("eval", undrawn)):
+            losses = found["losses_alone"][mode]
+
+            assert all(map(torch.equal, losses["alone"], losses["wanted"]))
+            assert torch.equal(losses["drawn"], state)
+
+
 @pytest.mark.nightly
 def test_a_second_run_under_the_same_plans_has_the_same_bits() -> None:
     runs = [on_machines(2, "machine_trainings", "run_all_as_first_planned", TWO)[0] for _ in range(2)]

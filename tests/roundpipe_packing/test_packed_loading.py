@@ -11,8 +11,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from roundpipe import PackedWeight, RoundPipeRunConfig, Runtime, from_pretrained, pack_frozen, unpack_frozen
-from roundpipe.packing.formats import format_of
-from roundpipe.packing.nf4 import VALUES
+from rp_packing.formats.by_name import format_of
+from rp_packing.formats.nf4 import VALUES
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (

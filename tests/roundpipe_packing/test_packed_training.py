@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rp_batch
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from roundpipe import (
@@ -28,12 +29,12 @@ from roundpipe import (
     unpack_frozen,
     wrap_model_to_roundpipe,
 )
-from roundpipe.packing import format as tables
-from roundpipe.packing.expansion import PackedTwin
-from roundpipe.packing.formats import FORMATS
-from roundpipe.packing.piecewise import windows
-from roundpipe.packing.weight import expansion_bytes
-from roundpipe.planning.footprint import Footprint
+from rp_engine.planning.footprint import Footprint
+from rp_packing import format as tables
+from rp_packing.expansion import PackedTwin
+from rp_packing.formats.by_name import FORMATS
+from rp_packing.piecewise import windows
+from rp_packing.weight import expansion_bytes
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -186,8 +187,9 @@ def tower() -> nn.Sequential:
 def train_head(row: nn.Sequential, folder: Path) -> tuple[torch.Tensor, int, int]:
     """The loss of a call, the bytes of weights uploaded for it, and those held on the host."""
     inputs = torch.randn(4, 256, generator=torch.Generator().manual_seed(1))
+    split = RoundPipeRunConfig(split_input=((rp_batch.Split(),), None))
     with Runtime("cpu:1") as runtime:
-        model = RoundPipe(row, runtime=runtime, name="tower")
+        model = RoundPipe(row, runtime=runtime, name="tower", model_run_config=split)
         with profile(folder / "trace.json") as taken:
             loss = model.forward_backward((inputs,), loss_fn=lambda out, _: out.square().sum(), run_config=CONFIG)
         held = model.memory_report().weights_bytes
@@ -268,7 +270,7 @@ def test_before_measurements_a_plan_counts_what_is_kept_and_one_expanded_layer()
     pack_frozen(row, "nf4")
     with Runtime("cpu:1") as runtime:
         found, wanted = (
-            Footprint(RoundPipe(one, runtime=runtime)._engine.host.state.layers) for one in (row, plain)
+            Footprint(RoundPipe(one, runtime=runtime).engine.host.state.layers) for one in (row, plain)
         )
     assert [found.kept_bytes(layer, 3) for layer in range(5)] == [
         wanted.kept_bytes(layer, 3) for layer in range(5)
@@ -280,7 +282,7 @@ def test_before_measurements_a_plan_counts_what_is_kept_and_one_expanded_layer()
 def test_expanding_takes_no_more_than_is_foreseen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # given one weight of several windows
     monkeypatch.setattr(windows, "WINDOW", 1 << 16)
-    monkeypatch.setattr("roundpipe.packing.weight.WINDOW", 1 << 16)
+    monkeypatch.setattr("rp_packing.weight.WINDOW", 1 << 16)
     row = nn.Sequential(nn.Linear(512, 512, bias=False)).requires_grad_(False)
     pack_frozen(row, name)
     row[0].weight.expanded()  # tables are made once
@@ -398,7 +400,7 @@ def test_weights_loaded_between_calls_are_used() -> None:
 def test_training_a_packed_weight_is_refused() -> None:
     row = tower()
     pack_frozen(row, "nf4")
-    with pytest.raises(TypeError, match=r"packed as nf4 cannot be trained: call roundpipe\.unpack_frozen"):
+    with pytest.raises(TypeError, match=r"packed as nf4 cannot be trained: call unpack_frozen"):
         row.requires_grad_(True)
     with pytest.raises(TypeError, match="cannot be trained"):
         row[0][0].weight.requires_grad = True

@@ -59,29 +59,29 @@ MISTAKES = [
     ),
     Mistake(
         "splitting/split.py",
-        "key = (id(value), rule.dim)",
+        "key = (id(value), rule)",
         "key = (id(value), 0)",
         "a shared tensor is split along its first spec only",
         f"{SPLIT}::test_a_tensor_that_stands_twice_may_be_split_in_two_ways",
     ),
     Mistake(
         "splitting/split.py",
-        "return torch.split_with_sizes(value, sizes, dim)",
-        "return [view.clone() for view in torch.split_with_sizes(value, sizes, dim)]",
+        "return torch.split_with_sizes(value, lengths, rule.dim)",
+        "return [view.clone() for view in torch.split_with_sizes(value, lengths, rule.dim)]",
         "parts are copies",
         f"{PROPERTIES}::test_a_part_is_what_slicing_gives_and_a_view",
     ),
     Mistake(
         "splitting/split.py",
-        "return torch.split_with_sizes(value, sizes, dim)",
-        "return torch.split_with_sizes(value.detach(), sizes, dim)",
+        "return torch.split_with_sizes(value, lengths, rule.dim)",
+        "return torch.split_with_sizes(value.detach(), lengths, rule.dim)",
         "gradients do not flow through a split",
         f"{SPLIT}::test_the_gradient_of_a_split_is_one_concatenation",
     ),
     Mistake(
         "splitting/split.py",
-        "return torch.split_with_sizes(value, sizes, dim)",
-        "return torch.tensor_split(value, len(sizes), dim)",
+        "return torch.split_with_sizes(value, lengths, rule.dim)",
+        "return torch.tensor_split(value, len(sizes), rule.dim)",
         "each part has a gradient as large as the whole",
         f"{SPLIT}::test_the_gradient_of_a_split_is_one_concatenation",
     ),
@@ -171,7 +171,7 @@ MISTAKES = [
     ),
     Mistake(
         "splitting/infer.py",
-        "if not -value.dim() <= rule.dim < value.dim():",
+        "if not -value.ndim <= rule.dim < value.ndim:",
         "if not -value.dim() <= rule.dim <= value.dim():",
         "a spec may name one dimension too many",
         f"{INFER}::test_a_spec_that_does_not_fit_is_named",
@@ -306,7 +306,14 @@ def run_tests(folder: str, tests: list[str]) -> None:
 
     if not Path(rp_batch.__file__).is_relative_to(folder):
         os._exit(99)
-    options = ["-x", "-p", "no:cacheprovider", "--hypothesis-profile=mutation", f"--rootdir={HERE.parents[1]}"]
+    options = [
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "--hypothesis-profile=mutation",
+        "--pairs",
+        f"--rootdir={HERE.parents[1]}",
+    ]
     os._exit(pytest.main([*options, *(str(HERE / test) for test in tests)]))
 
 

@@ -38,6 +38,7 @@ def test_only_one_file_knows_optree():
     assert knowing == ["tree.py"]
 
 
+@pytest.mark.slow
 def test_importing_loads_neither_siblings_nor_transformers_nor_pipelining():
     code = "import sys, rp_batch; print(*{name.partition('.')[0] for name in sys.modules}, *sys.modules)"
     status, modules, complaints = ended(code, imports=TORCH)

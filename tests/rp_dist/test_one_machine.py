@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from processes import free_port
 from rp_dist import Closed, InvalidTransfer, MachineLost, Machines
 from rp_dist.blocks.work import Work
+from strangers import ports
 
 
 @pytest.fixture
@@ -46,6 +49,12 @@ def test_values_and_blocks_come_back_as_they_are(alone: Machines) -> None:
     assert all(work.done() and work.ended_s >= work.launched_s for work in works)
     assert (alone.sent_bytes, alone.received_bytes, alone.link_gb_s) == (0, 0, math.inf)
     assert (alone.rank, alone.size, alone.connections) == (0, 1, 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at Linux's tables")
+@pytest.mark.usefixtures("alone")
+def test_one_machine_opens_no_port_that_others_reach() -> None:
+    assert all(host == "127.0.0.1" for host, _ in ports(os.getpid()))
 
 
 @pytest.mark.parametrize(

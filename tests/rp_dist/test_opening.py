@@ -12,7 +12,7 @@ from processes import ranks
 
 PROGRAM = """
 import threading
-from rp_dist.opening import Opening
+from rp_dist.opening.opening import Opening
 
 def then(act, name):
     true = getattr(Opening, name)
@@ -102,8 +102,115 @@ def test_facts_that_differ_are_found_on_all() -> None:
 
 def test_a_number_of_machines_that_differs_is_found() -> None:
     found = attempt("if rank == 1: os.environ['WORLD_SIZE'] = '3'", size=2)
-    text = "rank 1 was started as one of 3 machines, but rank 0 as one of 2"
-    assert found == [("Disagreement", None, text)] * 2
+    text = "rank 1 was started as one of 3 machines, but rank 0 as one of 2; all need the same WORLD_SIZE"
+    assert [each[:2] for each in found] == [("Disagreement", None)] * 2
+    assert all(each[2].startswith(text) for each in found)
+
+
+@pytest.mark.parametrize("rank", [-1, 9])
+def test_a_rank_that_does_not_exist_is_named_on_both_sides(rank: int) -> None:
+    found = attempt(f"if rank == 1: os.environ['RANK'] = '{rank}'", size=2)
+    words = f"was started as rank {rank}, but 2 machines (WORLD_SIZE) have the ranks 0 to 1; give it one of these"
+    assert [each[:2] for each in found] == [("Disagreement", None)] * 2
+    assert all(words in each[2] for each in found), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [-1, 9])
+def test_a_rank_that_does_not_exist_is_named_where_nobody_else_is(rank: int) -> None:
+    before = f"if rank == 0: os._exit(0)\nos.environ['RANK'] = '{rank}'"
+    found = attempt(before, size=2, silent=0)
+    assert found[0][0] == "Disagreement"
+    assert f"was started as rank {rank}, but 2 machines (WORLD_SIZE) have the ranks 0 to 1" in found[0][2]
+
+
+@pytest.mark.parametrize("twice", [0, 1])
+def test_a_rank_that_was_started_twice_is_named_on_all(twice: int) -> None:
+    found = attempt(f"if rank == 2: os.environ['RANK'] = '{twice}'")
+    told_it = [each for each in found if f"rank {twice} was started twice, as process" in each[2]]
+    # Whoever comes after the end of this opening finds nobody.
+    assert len(told_it) >= 2, found
+    assert all(each[0] == "Disagreement" for each in told_it)
+    assert all("give each a MASTER_PORT of its own" in each[2] for each in told_it)
+
+
+def test_two_ranks_0_alone_name_each_other_and_no_machine_that_did_not_come() -> None:
+    found = attempt("os.environ['RANK'] = '0'", size=2)
+    assert [each[0] for each in found] == ["Disagreement"] * 2
+    assert all("rank 0 was started twice, as process" in each[2] for each in found)
+
+
+def test_a_port_that_another_program_has_is_named() -> None:
+    before = (
+        "import socket\nother = socket.create_server(('127.0.0.1', int(os.environ['MASTER_PORT'])), backlog=0)"
+    )
+    found = attempt(f"{before.replace('other', 'if rank == 0: other')}\nif rank: os._exit(0)", size=2, silent=1)
+    assert found[0][0] == "InvalidTransfer"
+    assert "is in use by another program" in found[0][2]
+
+
+@pytest.mark.parametrize(("size", "port"), [(0, 29500), (2, 0), (2, 70000)])
+def test_a_place_that_cannot_be_is_refused(size: int, port: int) -> None:
+    found = attempt(f"os.environ.update(WORLD_SIZE='{size}', MASTER_PORT='{port}')", size=1)
+    assert found[0][0] == "InvalidTransfer"
+    assert "WORLD_SIZE must be 1 or more and MASTER_PORT 1 to 65535" in found[0][2]
+
+
+@pytest.mark.slow
+def test_a_machine_with_another_secret_is_named_on_both_sides() -> None:
+    found = attempt("os.environ['ROUNDPIPE_SECRET'] = 'a secret of rank ' + str(rank)", size=2)
+    assert found[1][0] == "Disagreement"
+    assert "has another secret than this one; ROUNDPIPE_SECRET" in found[1][2]
+    assert found[0][:2] == ("MachineLost", 1)
+    assert (
+        "it did not come within 2 s; a connection from 127.0.0.1 was dropped: it knows another secret"
+        in found[0][2]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_secret_that_only_one_machine_has_is_named_on_both_sides(rank: int) -> None:
+    found = attempt(f"if rank == {rank}: os.environ['ROUNDPIPE_SECRET'] = 'a secret of one alone'", size=2)
+    assert "must be the same on all machines, or set on none" in found[1][2]
+    assert "it knows another secret, or none" in found[0][2]
+
+
+def test_machines_with_one_secret_open_and_never_write_it_into_torchs_store() -> None:
+    before = """
+os.environ['ROUNDPIPE_SECRET'] = 'one secret of all machines'
+from rp_dist.opening.card import Card
+true_text = Card.text
+Card.text = lambda card: tell(true_text(card)) or true_text(card)
+"""
+    with ranks(f"TIMEOUT_S = 20\n{PROGRAM.format(before=before, inside='pass')}", 2) as running:
+        card = running.hear(0)
+        while isinstance(found := running.hear(0), str):
+            assert found == card
+        assert found[0] == running.hear(1)[0] == "opened"
+        assert str(card).endswith(" -")
+
+
+def test_without_a_secret_anybody_can_read_one_who_reaches_torchs_store() -> None:
+    before = """
+from rp_dist.opening.card import Card
+true_text = Card.text
+Card.text = lambda card: tell(true_text(card)) or true_text(card)
+"""
+    with ranks(f"TIMEOUT_S = 20\n{PROGRAM.format(before=before, inside='pass')}", 2) as running:
+        secret = str(running.hear(0)).split()[-1]
+
+        assert len(bytes.fromhex(secret)) == 32
+
+
+@pytest.mark.slow
+def test_a_machine_of_another_version_is_named_on_both_sides() -> None:
+    before = "if rank:\n    from rp_dist.links import handshake\n    handshake.VERSION = 2"
+    before += "\n    from rp_dist.opening import card\n    card.VERSION = 1"
+    found = attempt(before, size=2)
+    assert found[1][0] == "Disagreement"
+    assert "speaks version 1 of rp-dist's protocol, and this machine version 2" in found[1][2]
+    assert "speaks version 2 of rp-dist's protocol, and this machine version 1" in found[0][2]
 
 
 def test_a_stranger_who_connects_is_ignored() -> None:
@@ -112,11 +219,10 @@ def test_a_stranger_who_connects_is_ignored() -> None:
 import socket
 from rp_dist.control import Control
 true_listen = Control.listen
-def listen(control):
-    port = true_listen(control)
+def listen(control, address):
+    true_listen(control, address)
     for text in (b"GET / HTTP/1.1\\\\r\\\\n\\\\r\\\\n", b"\\\\0\\\\0\\\\0\\\\x02{}", b"\\\\xff" * 100):
-        socket.create_connection(("127.0.0.1", port)).sendall(text)
-    return port
+        socket.create_connection(control.place).sendall(text)
 Control.listen = listen
 """.replace("\\\\", "\\")
     assert [each[0] for each in attempt(before, size=2)] == ["opened"] * 2

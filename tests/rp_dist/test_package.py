@@ -40,6 +40,7 @@ def test_a_lost_machine_survives_pickling() -> None:
     assert (error.rank, error.why, str(error)) == (2, "its process ended", "rank 2 is lost: its process ended")
 
 
+@pytest.mark.slow
 def test_the_readmes_example_runs_on_two_machines() -> None:
     (block,) = [part.split("```")[0] for part in (PACKAGE / "README.md").read_text().split("```python\n")[1:]]
     values = told(block.replace("print(", "tell([").replace("machines.link_gb_s)", "machines.link_gb_s])"), 2)

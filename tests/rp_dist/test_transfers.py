@@ -11,7 +11,8 @@ import pytest
 import torch
 from processes import free_port, told
 from rp_dist.control import Control
-from rp_dist.frames import Link
+from rp_dist.links.frames import Link
+from rp_dist.links.handshake import Keys
 
 REDUCE = """
 def part(rank, tag, dtype):
@@ -112,7 +113,7 @@ def test_what_is_heard_while_a_channel_is_first_asked_for_is_not_lost(
     def queue() -> deque[str]:
         # To make one may collect garbage, and then other threads run.
         if next(made) == moment:
-            hears = Thread(target=control._handle, args=(Link(ours, rank=1), ["say", 7, "theirs"]))
+            hears = Thread(target=control._handle, args=(Link(ours, Keys(b"", b""), rank=1), ["say", 7, "theirs"]))
             hears.start()
             hears.join()
         return deque()

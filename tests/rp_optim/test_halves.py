@@ -200,6 +200,7 @@ CASES = [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 @pytest.mark.parametrize("second_block", [False, True])

@@ -419,6 +419,7 @@ def test_a_library_of_other_sources_is_not_loaded(tmp_path: Path) -> None:
         Library(library, "0" * 16)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_torch_does_the_steps_and_says_so_once(tmp_path: Path) -> None:
     _, told, _ = ended(NO_COMPILER, RP_OPTIM_CACHE=str(tmp_path), PATH=str(tmp_path))
     said, kernel = told.splitlines()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import threading
 from typing import Any
 
@@ -172,6 +174,7 @@ def test_two_optimizers_share_a_scale() -> None:
     assert torch.equal(good.param_groups[0]["params"][0], torch.full((2,), 0.75))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("where", ["first", "last"])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -522,3 +525,82 @@ def test_a_factor_that_is_not_finite_skips_the_step() -> None:
     scaler.update()
     assert scaler.get_scale() == 1.0
     assert torch.equal(master, torch.ones(2))
+
+
+# Copies
+
+
+def pickled(scaler: Any) -> Any:
+    return pickle.loads(pickle.dumps(scaler))
+
+
+COPIES = [copy.copy, copy.deepcopy, pickled]
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    st.lists(st.sampled_from([1.0, math.inf]), max_size=6),
+    st.lists(st.sampled_from([1.0, math.inf]), max_size=6),
+    st.sampled_from(COPIES),
+)
+def test_a_copy_goes_on_as_torchs_does_and_leaves_the_first_alone(
+    before: list[float], after: list[float], copied: Any
+) -> None:
+    mine, theirs = GradScaler(**OPTIONS), torch.amp.GradScaler("cpu", **OPTIONS)
+    run(mine, before)
+    run(theirs, before)
+
+    copy_of_mine, copy_of_theirs = copied(mine), copy.deepcopy(theirs)
+    state = mine.state_dict()
+
+    assert copy_of_mine.state_dict() == copy_of_theirs.state_dict() == state
+    assert run(copy_of_mine, after) == run(copy_of_theirs, after)
+    assert mine.state_dict() == state
+    assert run(mine, after) == run(theirs, after)
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_of_a_scaler_that_is_not_enabled_is_not_either(copied: Any) -> None:
+    found = copied(GradScaler(**OPTIONS, enabled=False))
+    assert not found.is_enabled()
+    assert found.get_scale() == 1.0
+    assert found.get_growth_factor() == 4.0
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_scaler_is_not_copied_between_step_and_update(copied: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.5), GradScaler()
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(ScalerMisuse, match="after update"):
+        copied(scaler)
+    scaler.step(optimizer)
+    scaler.update()
+    assert copied(scaler).get_scale() == scaler.get_scale()
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_has_what_users_have_set_on_the_scaler(copied: Any) -> None:
+    scaler = GradScaler()
+    scaler.note = ["mine"]  # type: ignore[attr-defined]
+    assert copied(scaler).note == ["mine"]
+
+
+def test_a_copy_of_a_scaler_with_a_thread_uses_the_scale_of_the_same_update() -> None:
+    thread = OptimizerThread()
+    scaler = GradScaler(**OPTIONS, thread=thread)
+    for grad in (math.inf, 1.0, 1.0):
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        weight.grad = torch.full((1,), grad)
+        thread.launch_optim_kernel(scaler.step, optimizer)
+        scaler.update()
+
+    copies = [copied(scaler) for copied in COPIES]
+
+    assert [one.get_scale() for one in copies] == [scaler.get_scale()] * 3
+    assert [one.exact_state() for one in copies] == [scaler.exact_state()] * 3
+    assert [one.state_dict() for one in copies] == [scaler.state_dict()] * 3
+    assert copies[2].get_scale() != copies[2].state_dict()["scale"]
+    thread.close()

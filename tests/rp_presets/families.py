@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,16 +41,35 @@ class Family:
         return randomized(model.float()).eval()
 
 
-def causal_families() -> dict[str, Family]:
-    """Every causal language model class, by name, in the order of transformers' mapping."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as MAPPING
+class Families(Mapping[str, Family]):
+    """Families by the names of their classes, which are imported as each is asked for: all take seconds."""
 
-    found: dict[str, Family] = {}
-    for model_class in MAPPING.values():
-        name = model_class.__name__
-        if name not in found:
-            found[name] = Family(model_class, text_config_of(model_class), OVERRIDES.get(name, {}))
-    return found
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = dict.fromkeys(names)
+
+    def __getitem__(self, name: str) -> Family:
+        import transformers
+
+        if name not in self._names:
+            raise KeyError(name)
+        model_class = getattr(transformers, name)
+        return Family(model_class, text_config_of(model_class), OVERRIDES.get(name, {}))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def causal_families(without: Collection[str] = ()) -> Families:
+    """Every causal language model class, by name, in the order of transformers' mapping."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    return Families(name for name in NAMES.values() if name not in without)
 
 
 def text_config_of(model_class: type[Any]) -> type[Any]:

@@ -21,13 +21,8 @@ IS_NO_ROW: dict[str, str] = {
 
 # Families that do not train taken apart, in microbatches at least, with what the error says. Each has its reason.
 WHOLE_ONLY: dict[str, str] = {
-    # A layer gets one row for each sample and head.
-    "BloomForCausalLM": "split along the first dimension",
-    # A layer gets its tokens sorted by expert.
-    "JetMoeForCausalLM": "split along the first dimension",
-    # A layer gets four versions of each hidden state, along the first dimension.
-    "Gemma3nForCausalLM": "must have the batch size 4",
     # Layers hand each other keys and values in one dict.
+    "Gemma3nForCausalLM": "writes into a KVSharingDict",
     "Gemma4ForCausalLM": "writes into a KVSharingDict",
     "Gemma4ForConditionalGeneration": "writes into a KVSharingDict",
     "Gemma4UnifiedForCausalLM": "writes into a KVSharingDict",
@@ -103,7 +98,8 @@ split into microbatches:
 `tests/rp_presets/test_families.py` compares logits, loss and every gradient of each row with those of the original
 model, with and without padding, positions and ignored labels. `tests/rp_presets/test_families_on_devices.py`
 trains each class with the engine on CPU devices in three microbatches, as a row and taken apart, and compares loss
-and gradients again.
+and gradients again. `tests/rp_presets/test_taken_apart.py` takes each class apart to its smallest modules, with
+more tokens than sequences and with as many.
 
 Every test run covers a few families. `pytest -m nightly tests/rp_presets` covers all of them.
 {last_run}

@@ -10,10 +10,10 @@ import torch
 from comparison import Outcome, differences, padding, takes, tokens, without_cache, without_dropout
 from families import UNBUILDABLE, causal_families
 from models_table import IS_NO_ROW, WHOLE_ONLY
-from roundpipe import RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
+from roundpipe import ImpureLayer, RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
 from torch import nn
 
-FAMILIES = {name: family for name, family in causal_families().items() if name not in UNBUILDABLE}
+FAMILIES = causal_families(without=UNBUILDABLE)
 # A mixture of experts, keys that layers share, linear attention, tied weights, layers that return tuples.
 SAMPLE = ("GPT2LMHeadModel", "Gemma4ForCausalLM", "MixtralForCausalLM", "Qwen3_5ForCausalLM")
 
@@ -114,6 +114,23 @@ def test_every_row_trains_on_devices_as_plainly(name, devices):
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WHOLE_ONLY])
 def test_every_family_trains_taken_apart_as_plainly(name):
     assert_trains_as_plainly(name, "cpu:3", is_row=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["bf16", "compiled"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in IS_NO_ROW])
+def test_no_row_is_taken_for_impure(name, how):
+    torch._dynamo.reset()
+    model = without_dropout(FAMILIES[name].build()).train()
+    model = model.bfloat16() if how == "bf16" else model
+    options = {"compile_layers": {"backend": "aot_eager"}} if how == "compiled" else {}
+
+    try:
+        engine_outcome(model, batch_for(model), "cpu:2", is_row=True, **options)
+    except ImpureLayer:
+        raise
+    except (ValueError, RuntimeError, IndexError, TypeError) as error:
+        pytest.skip(f"it cannot be trained so: {error}")
 
 
 @pytest.mark.nightly

@@ -219,3 +219,21 @@ def test_a_reduction_must_be_chosen():
     logits, labels = make_batch(13, (2, 4), 5)
     with pytest.raises(TypeError, match="reduction"):
         causal_lm_loss(logits, labels)
+
+
+@pytest.mark.parametrize("is_constant", [True, False])
+def test_a_gradient_of_the_gradient_is_refused(is_constant: bool):
+    logits, labels = make_batch(0, (2, 5), 7)
+    loss = causal_lm_loss(Output(logits), labels, reduction="sum")
+    (grad,) = torch.autograd.grad(loss if is_constant else loss.square(), logits, create_graph=True)
+    (plain,) = torch.autograd.grad(plain_loss(logits, labels, "sum", False), logits)
+    assert grad.requires_grad
+    if is_constant:
+        torch.testing.assert_close(grad.detach(), plain)
+
+    penalty = grad.norm() + logits.sum()
+
+    with pytest.raises(RuntimeError, match="must not be differentiated"):
+        penalty.backward(inputs=[logits], retain_graph=True)
+    with pytest.raises(RuntimeError, match="must not be differentiated"):
+        penalty.backward()

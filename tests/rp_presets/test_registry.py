@@ -71,6 +71,7 @@ def test_inputs_of_a_model_without_a_config_are_to_be_given():
         to_sequential(Unknown())
 
 
+@pytest.mark.slow
 def test_importing_the_package_does_not_import_transformers():
     code = "import sys, rp_presets; sys.exit('transformers' in sys.modules)"
     assert ended(code, imports=TORCH) == (0, "", "")

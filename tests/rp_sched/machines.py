@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rp_sched import Course, Host, Infeasible, LayerCost, Limits, Switch, plan
+from rp_sched import Host, Infeasible, LayerCost, Limits, PricedPlan, Switch, plan
 from rp_sched.planners.local_search import seeds
 from rp_sched.planners.search_space import Space
 from rp_sched.simulation.stage_costs import Loads
@@ -15,7 +15,7 @@ GB = 10**9
 class Case(NamedTuple):
     """A plan of a drawn model, and the devices that run it."""
 
-    course: Course
+    priced_plan: PricedPlan
     devices: int
 
 
@@ -37,7 +37,7 @@ def cases(seed: int, count: int) -> Iterator[Case]:
         published = draw.random() < 0.25
         chosen = plan(costs, strategy="roundrobin", **how) if published else space.shaped(draw.choice(shapes))
         count -= 1
-        yield Case(Course.unchecked(chosen, loads, "fused", microbatches), devices)
+        yield Case(PricedPlan.unchecked(chosen, loads, "fused", microbatches), devices)
 
 
 def _problem(draw: random.Random) -> tuple[list[LayerCost], int, int, Limits]:

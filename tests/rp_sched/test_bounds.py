@@ -11,13 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rp_sched import (
-    Course,
-    Dealer,
+    Assigner,
     Estimator,
     InvalidCost,
     LayerCost,
     Limits,
     Plan,
+    PricedPlan,
     RoundRobin,
     Search,
     Task,
@@ -50,20 +50,22 @@ REFUSED: dict[str, Callable[[], object]] = {
     "order: devices": lambda: order(Plan((range(1),)), **{**ONE, "devices": HUGE}),
     "order: microbatches": lambda: order(Plan((range(1),)), **{**ONE, "microbatches": HUGE}),
     "order: tasks": lambda: order(Plan(MANY, forward_groups=MANY), devices=1, microbatches=4000, mode="infer"),
-    "course: tasks": lambda: Course(
+    "priced plan: tasks": lambda: PricedPlan(
         Plan(MANY, forward_groups=MANY), [LAYER] * 4000, microbatches=4000, mode="infer"
     ),
-    "course: calls": lambda: Course(Plan((range(1),)), [LAYER], microbatches=1, mode="infer").steady_ms(
+    "priced plan: calls": lambda: PricedPlan(Plan((range(1),)), [LAYER], microbatches=1, mode="infer").steady_ms(
         1, most_calls=HUGE
     ),
-    "course: devices": lambda: Course(Plan((range(1),)), [LAYER], microbatches=1, mode="infer").alone_ms(HUGE),
+    "priced plan: devices": lambda: PricedPlan(Plan((range(1),)), [LAYER], microbatches=1, mode="infer").alone_ms(
+        HUGE
+    ),
     "check_order: microbatches": lambda: check_order([WHOLE], 1, HUGE, "infer"),
     "simulate: devices": lambda: simulate([[WHOLE]], [LAYER], **{**ONE, "devices": HUGE}),
     "simulate: microbatches": lambda: simulate([[WHOLE]], [LAYER], **{**ONE, "microbatches": HUGE}),
     "simulate: calls": lambda: simulate(
         [[Task("F", range(1), range(10_000), 0)]] * 1001, [LAYER], **{**ONE, "microbatches": 10_000}
     ),
-    "dealer: devices": lambda: Dealer(HUGE),
+    "assigner: devices": lambda: Assigner(HUGE),
     "estimator: layers": lambda: Estimator(HUGE),
     "balance: gaps": lambda: balance([1], HUGE),
     "gantt: width": lambda: gantt(simulate([[WHOLE]], [LAYER], **ONE), width=HUGE),

@@ -286,3 +286,7 @@ def test_ctrl_c_is_one_line(tmp_path: Path):
         program.send_signal(signal.SIGINT)
         _, err = program.communicate(timeout=60)
     assert (program.returncode, err) == (130, "rp-sched: interrupted\n")
+
+
+def test_costs_without_an_end_are_refused_once_they_are_too_large(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "the file must have at most" in refusal(capsys, "plan", "/dev/zero", *SIZE)

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from machines import cases
 from problems import MODES, calls, layers, models, plans
 from rp_sched import (
-    Course,
-    Dealer,
+    Assigner,
     Device,
     Host,
     InvalidCost,
     LayerCost,
     Limits,
     Plan,
+    PricedPlan,
     Search,
     Switch,
     Task,
@@ -121,10 +121,10 @@ def test_launching_takes_turns_of_the_gil():
 
 def test_recomputation_is_launched_again():
     costs = [LayerCost(1.0, forward_launch_ms=1.0, backward_launch_ms=2.0, recompute_launch_ms=4.0)] * 2
-    course = Course(
+    priced = PricedPlan(
         Plan((range(1),), range(1, 2), (range(1),)), costs, mode="fused", microbatches=3, limits=Limits()
     )
-    assert course.loads_ms(1)["GIL"] == 3 * (1 + (1 + 2) + (4 + 2))
+    assert priced.loads_ms(1)["GIL"] == 3 * (1 + (1 + 2) + (4 + 2))
 
 
 def test_porters_hold_the_gil_for_each_byte():
@@ -158,12 +158,12 @@ def test_gradients_are_added_from_one_more_task_than_there_are_buffers(
     groups = tuple(range(m, m + 1) for m in range(tasks)) if tasks > 1 else ()
     plan = Plan(fused=range(1), groups=groups, in_turn=False)
     cost = LayerCost(1.0, weight_bytes=6)
-    course = Course(plan, [cost], mode="fused", microbatches=tasks, limits=limits)
+    priced = PricedPlan(plan, [cost], mode="fused", microbatches=tasks, limits=limits)
     # The weights come to each device; the optimizer reads what is beyond one 16-bit gradient.
     others = 6 * tasks + 6 * (copies - 1) * (buffers is not None)
     order = [Task.parse(f"FB[0:1] m{m}:{m + 1} @0") for m in range(tasks)]
     played = simulate([order], [cost], devices=1, microbatches=tasks, mode="fused", limits=limits)
-    for found in (course.loads_ms(1), played.resource_ms):
+    for found in (priced.loads_ms(1), played.resource_ms):
         assert found["link"] == sent
         assert found.get("additions", 0.0) == added / 2
         assert found["host memory"] == pytest.approx((traffic + others) / 1e3)
@@ -178,8 +178,8 @@ def test_the_optimizer_reads_what_is_there():
     once = Plan(fused=range(1), in_turn=False)
     for double_buffer, traffic in ((True, 3 * 28), (False, 3 * 34)):
         limits = Limits(host=Host(optimizer_gb_s=SLOW, double_buffer=double_buffer))
-        course = Course(once, [cost], mode="fused", microbatches=2, limits=limits)
-        assert course.loads_ms(1)["optimizer"] == pytest.approx(traffic)
+        priced = PricedPlan(once, [cost], mode="fused", microbatches=2, limits=limits)
+        assert priced.loads_ms(1)["optimizer"] == pytest.approx(traffic)
 
 
 def test_a_call_reads_the_weights_of_the_step_after_the_call_before_the_last():
@@ -220,8 +220,8 @@ def test_a_slow_device_gets_less_and_a_useless_one_nothing():
     search = Search(costs, devices=3, limits=limits, **how)
     assert search.finish().steady_ms(3) == pytest.approx(12 * 12 / 2.5, rel=0.05)
     slow = Limits(devices=(Device(), Device(), Device(speed=0.001)))
-    course = Search(costs, devices=3, limits=slow, **how).finish()
-    assert {task.device for task in Dealer(3).deal(course)} == {0, 1}
+    priced = Search(costs, devices=3, limits=slow, **how).finish()
+    assert {task.device for task in Assigner(3).assign(priced)} == {0, 1}
 
 
 def test_an_unknown_word_of_the_host_is_refused():
@@ -294,14 +294,14 @@ RESOURCES = (
 )
 
 
-def priced_ms(course: Course, devices: int, calls: int = 4) -> float:
+def priced_ms(priced: PricedPlan, devices: int, calls: int = 4) -> float:
     """Until the last of several calls has ended."""
     clock, launched, ended = Clock.idle(devices), 0.0, 0.0
     for _ in range(calls):
-        course.play(clock)
+        priced.play(clock)
         ended = launched + clock.over_ms
         launched += clock.next_call()
-    return max(ended, calls * course.load_bound_ms(devices))
+    return max(ended, calls * priced.load_bound_ms(devices))
 
 
 def test_a_faster_link_of_one_device_makes_no_plan_dearer():
@@ -310,7 +310,7 @@ def test_a_faster_link_of_one_device_makes_no_plan_dearer():
     limits = Limits(download_gb_s=3 * SLOW, switches=(shared,))
     chosen = Plan((range(3),), range(3, 4), (range(3),), in_turn=True)
     found = [
-        priced_ms(Course(chosen, costs, limits=each, mode="fused", microbatches=1), 2)
+        priced_ms(PricedPlan(chosen, costs, limits=each, mode="fused", microbatches=1), 2)
         for each in (limits, more(limits, "download_gb_s"))
     ]
     assert found[1] <= found[0] * ALMOST
@@ -324,12 +324,12 @@ def test_more_of_a_resource_never_makes_a_plan_dearer(
     # Devices in turn: where the first free one is taken, more of a resource may lead to a worse choice (Graham).
     how = {"mode": mode, "microbatches": data.draw(st.integers(1, 3))}
     chosen = replace(data.draw(plans(len(costs), how["microbatches"], mode)), in_turn=True, devices=None)  # type: ignore[arg-type]
-    before = priced_ms(Course(chosen, costs, limits=limits, **how), devices)  # type: ignore[arg-type]
+    before = priced_ms(PricedPlan(chosen, costs, limits=limits, **how), devices)  # type: ignore[arg-type]
     for name in RESOURCES:
-        richer = Course(chosen, costs, limits=more(limits, name), **how)  # type: ignore[arg-type]
+        richer = PricedPlan(chosen, costs, limits=more(limits, name), **how)  # type: ignore[arg-type]
         assert priced_ms(richer, devices) <= before * ALMOST, name
     cheaper = [replace(cost, forward_launch_ms=0, backward_launch_ms=0, recompute_launch_ms=0) for cost in costs]
-    assert priced_ms(Course(chosen, cheaper, limits=limits, **how), devices) <= before * ALMOST  # type: ignore[arg-type]
+    assert priced_ms(PricedPlan(chosen, cheaper, limits=limits, **how), devices) <= before * ALMOST  # type: ignore[arg-type]
 
 
 def times(timeline) -> list[object]:
@@ -363,11 +363,11 @@ def test_work_is_conserved_and_bounds_the_time(
 ):
     microbatches = data.draw(st.integers(1, 3))
     chosen = data.draw(plans(len(costs), microbatches, mode))
-    course = Course(chosen, costs, mode=mode, microbatches=microbatches, limits=limits)  # type: ignore[arg-type]
-    listed = [[Task(job.kind, job.layers, job.microbatches, 0) for job in course.jobs]] * 3
+    priced = PricedPlan(chosen, costs, mode=mode, microbatches=microbatches, limits=limits)  # type: ignore[arg-type]
+    listed = [[Task(job.kind, job.layers, job.microbatches, 0) for job in priced.jobs]] * 3
     how = {"devices": 1, "microbatches": microbatches, "mode": mode}
     timeline = simulate(listed, costs, limits=limits, **how)  # type: ignore[arg-type]
-    loads = course.loads_ms(1)
+    loads = priced.loads_ms(1)
     # On one device nothing is spread, and each resource has the work of three calls; links have two directions.
     for resource in ("device", "GIL", "host memory", "additions", "optimizer"):
         assert timeline.resource_ms.get(resource, 0.0) == pytest.approx(3 * loads[resource], abs=1e-6)
@@ -390,7 +390,7 @@ def test_a_tie_of_two_devices_is_not_broken_by_rounding(faster: int):
     host = Host(gil_ms_per_gb=1e9 / faster, optimizer_bytes=0.0, launch_gil_share=1.0)
     limits = Limits(download_gb_s=3 * SLOW * faster, host=host)
     chosen = Plan((range(1), range(1, 3)), None, (range(2, 3), range(1, 2), range(1)), in_turn=False)
-    taken = simulated_ms(Course(chosen, costs, mode="train", microbatches=1, limits=limits), 2, calls=3)
+    taken = simulated_ms(PricedPlan(chosen, costs, mode="train", microbatches=1, limits=limits), 2, calls=3)
     assert taken * faster == pytest.approx(16.5, abs=1e-3)
 
 
@@ -421,7 +421,7 @@ def test_a_machine_twice_as_fast_takes_half_the_time(
         for cost in costs
     ]
     before, after = (
-        simulated_ms(Course(chosen, each, mode=mode, microbatches=microbatches, limits=how), devices, calls=3)  # type: ignore[arg-type]
+        simulated_ms(PricedPlan(chosen, each, mode=mode, microbatches=microbatches, limits=how), devices, calls=3)  # type: ignore[arg-type]
         for each, how in ((costs, limits), (halves, fast))
     )
     assert 2 * after == pytest.approx(before, rel=1e-6, abs=1e-6)
@@ -430,9 +430,10 @@ def test_a_machine_twice_as_fast_takes_half_the_time(
 # The price and the simulation
 
 
+@pytest.mark.slow
 def test_the_price_of_a_plan_tracks_its_simulation():
     errors = sorted(
-        abs(case.course.steady_ms(case.devices) / simulated_ms(case.course, case.devices, calls=12) - 1)
+        abs(case.priced_plan.steady_ms(case.devices) / simulated_ms(case.priced_plan, case.devices, calls=12) - 1)
         for case in cases(seed=1, count=60)
     )
     assert statistics.median(errors) < 0.005
@@ -447,7 +448,7 @@ def test_a_plan_is_never_slower_than_round_robin_in_full_simulation(
 ):
     how = {"microbatches": microbatches, "mode": "fused", "limits": limits}
     ours, published = (
-        Course(plan(costs, devices=devices, strategy=strategy, **how), costs, **how)  # type: ignore[arg-type]
+        PricedPlan(plan(costs, devices=devices, strategy=strategy, **how), costs, **how)  # type: ignore[arg-type]
         for strategy in ("adaptive", "roundrobin")
     )
     assert simulated_ms(ours, devices) <= simulated_ms(published, devices) * ALMOST
@@ -530,12 +531,12 @@ def test_the_price_is_the_simulated_time_where_nothing_is_shared(
     limits = Limits(upload_gb_s=upload, download_gb_s=download, leaving_bytes=leaving, devices=tuple(each))
     how = {"mode": mode, "microbatches": data.draw(st.integers(1, 3)), "limits": limits}
     chosen = data.draw(plans(len(costs), how["microbatches"], mode))  # type: ignore[arg-type]
-    course, clock, dealer = Course(chosen, costs, **how), Clock.idle(devices), Dealer(devices)  # type: ignore[arg-type]
+    priced, clock, assigner = PricedPlan(chosen, costs, **how), Clock.idle(devices), Assigner(devices)  # type: ignore[arg-type]
     launches = [0.0]
     for _ in range(3):
-        course.play(clock)
+        priced.play(clock)
         launches.append(launches[-1] + clock.next_call())
-    dealt = [dealer.deal(course) for _ in range(4)]
+    dealt = [assigner.assign(priced) for _ in range(4)]
     timeline = simulate(dealt, costs, devices=devices, **how)  # type: ignore[arg-type]
     assert timeline.launches == pytest.approx(launches)
 
@@ -548,12 +549,12 @@ def test_launching_slows_other_devices_by_the_part_that_holds_the_gil(share: flo
     launched = [LayerCost(1.0, 1.0, forward_launch_ms=10.0, backward_launch_ms=10.0)]
     whole = Plan(fused=range(1), groups=tuple(range(m, m + 1) for m in range(4)), in_turn=False)
     limits = Limits(host=Host(launch_gil_share=share))
-    course = Course(whole, launched, mode="fused", microbatches=4, limits=limits)
-    assert course.loads_ms(4)["GIL"] == 4 * 20 * share
+    priced = PricedPlan(whole, launched, mode="fused", microbatches=4, limits=limits)
+    assert priced.loads_ms(4)["GIL"] == 4 * 20 * share
     # Each device launches for 20 ms, however much of that holds the GIL.
     wanted = max(20.0, 80 * share)
-    assert course.steady_ms(4) == pytest.approx(wanted)
-    assert simulated_ms(course, 4, calls=20) == pytest.approx(wanted)
+    assert priced.steady_ms(4) == pytest.approx(wanted)
+    assert simulated_ms(priced, 4, calls=20) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])

@@ -1,4 +1,4 @@
-"""The simulator reproduces measured runs, and the tables of docs/scaling.md are what it computes."""
+"""The simulator reproduces measured runs, and the tables of benchmarks/results/scaling.md are what it computes."""
 
 import sys
 from pathlib import Path
@@ -27,6 +27,7 @@ def test_the_published_round_robin_is_reproduced_within_five_percent(model: scal
     assert found == pytest.approx(scaling.PUBLISHED[model.name], rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", scaling.CARDS, ids=lambda model: model.name)
 def test_eight_cards_are_worth_nearly_eight_as_layers_are_launched_now(model: scaling.Published):
     efficiency, _ = scaling.card_efficiency(model, scaling.NOW)

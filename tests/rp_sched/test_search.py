@@ -12,12 +12,12 @@ from naive import steady_ms
 from problems import MODES, layers, limits, models
 from published import MODELS, Published
 from rp_sched import (
-    Course,
     Infeasible,
     LayerCost,
     Limits,
     Mode,
     Plan,
+    PricedPlan,
     Replanner,
     Search,
     check_order,
@@ -155,13 +155,13 @@ def test_adaptive_equals_brute_force(problem: Problem):
     costs, mode, allowed, microbatches, devices = problem
     how = {"microbatches": microbatches, "mode": mode, "limits": allowed}
     best = min(
-        Course(candidate, costs, **how).steady_ms(used)
+        PricedPlan(candidate, costs, **how).steady_ms(used)
         for candidate in all_plans(costs, microbatches, mode, allowed)
         for used in range(1, devices + 1)
     )
     search = Search(costs, devices=devices, **how)
     chosen = search.finish().plan
-    assert Course(chosen, costs, **how).steady_ms(devices) == pytest.approx(search.best_ms)
+    assert PricedPlan(chosen, costs, **how).steady_ms(devices) == pytest.approx(search.best_ms)
     assert search.best_ms <= best * ALMOST
     assert keeps_limits(chosen, costs, allowed)
 
@@ -212,7 +212,7 @@ def test_a_plan_covers_the_model_keeps_the_limits_and_can_run(problem: AnyProble
 def test_adaptive_is_never_slower_than_roundrobin(problem: AnyProblem, devices: int):
     costs, how = problem
     published = plan(costs, devices=devices, strategy="roundrobin", **how)  # type: ignore[arg-type]
-    before = Course(published, costs, **how).steady_ms(devices)  # type: ignore[arg-type]
+    before = PricedPlan(published, costs, **how).steady_ms(devices)  # type: ignore[arg-type]
     at_once = Search(costs, devices=devices, quick_plans=0, **how)  # type: ignore[arg-type]
     for search in (at_once, quick(costs, devices, how)):
         assert search.best_ms <= before * ALMOST
@@ -304,7 +304,7 @@ def test_the_published_models_reach_their_times(model: Published, microbatches: 
     ideal_ms = model.ideal_ms(microbatches, 8)
     # One of the times is the ideal itself, but for the order in which it is summed.
     assert search.finish().steady_ms(8) / ideal_ms <= model.to_reach[microbatches] * (1 + 1e-12)
-    published = Course(
+    published = PricedPlan(
         plan(model.costs, strategy="roundrobin", **how),  # type: ignore[arg-type]
         model.costs,
         mode="fused",
@@ -333,7 +333,7 @@ def test_devices_that_hold_everything_may_run_stages_where_they_do_not_divide_th
     how = {"mode": "fused", "limits": allowed, "microbatches": 9}
     whole = Plan(fused=range(29), groups=tuple(range(m, m + 1) for m in range(9)), in_turn=False)
     search = Search(model.costs, devices=8, **how)  # type: ignore[arg-type]
-    assert search.finish().steady_ms(8) < Course(whole, model.costs, **how).steady_ms(8)  # type: ignore[arg-type]
+    assert search.finish().steady_ms(8) < PricedPlan(whole, model.costs, **how).steady_ms(8)  # type: ignore[arg-type]
 
 
 def test_slow_links_make_fewer_larger_tasks():
@@ -371,6 +371,6 @@ def test_a_plan_is_at_hand_in_under_fifty_microseconds_when_nothing_moved():
     seconds = []
     for _ in range(200):
         begin = time.perf_counter()
-        replanner.course()
+        replanner.priced_plan()
         seconds.append(time.perf_counter() - begin)
     assert min(seconds) < 50e-6

@@ -1,6 +1,8 @@
 """The simulator agrees with the definitions of its times, and accounts for every moment and byte."""
 
+import gc
 from itertools import pairwise
+from weakref import WeakSet
 
 import pytest
 from examples import examples
@@ -8,7 +10,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from naive import Naive, deal, steady_ms
 from problems import MODES, calls, limits, models, plans
-from rp_sched import Course, Dealer, InvalidOrder, LayerCost, Limits, Plan, Task, Timeline, simulate
+from rp_sched import Assigner, InvalidOrder, LayerCost, Limits, Plan, PricedPlan, Task, Timeline, simulate
 
 # Other work shares the machine, so no example has a deadline.
 patient = settings(max_examples=examples(60), deadline=None)
@@ -100,12 +102,12 @@ def planned(draw: st.DrawFn, *, links: bool) -> Planned:
 @given(planned(links=False), st.integers(1, 3))
 def test_calls_of_a_plan_follow_each_other_as_the_definitions_say(drawn: Planned, devices: int):
     plan, costs, how = drawn
-    course = Course(plan, costs, **how)  # type: ignore[arg-type]
+    priced = PricedPlan(plan, costs, **how)  # type: ignore[arg-type]
     found = steady_ms(plan, costs, devices=devices, calls=8, **how)
     event(f"steady within 8 calls: {found is not None}")
     if found is not None:
-        assert course.steady_ms(devices) == pytest.approx(found)
-    assert course.alone_ms(devices) == pytest.approx(_alone(deal(plan, 1, costs, devices=devices, **how)))  # type: ignore[arg-type]
+        assert priced.steady_ms(devices) == pytest.approx(found)
+    assert priced.alone_ms(devices) == pytest.approx(_alone(deal(plan, 1, costs, devices=devices, **how)))  # type: ignore[arg-type]
 
 
 def _alone(naive: Naive) -> float:
@@ -116,8 +118,8 @@ def _alone(naive: Naive) -> float:
 @given(planned(links=True), st.integers(1, 3))
 def test_a_dealer_gives_each_task_to_a_device_that_frees_first(drawn: Planned, devices: int):
     plan, costs, how = drawn
-    dealer, course = Dealer(devices), Course(plan, costs, **how)  # type: ignore[arg-type]
-    dealt = [dealer.deal(course) for _ in range(3)]
+    assigner, priced = Assigner(devices), PricedPlan(plan, costs, **how)  # type: ignore[arg-type]
+    dealt = [assigner.assign(priced) for _ in range(3)]
     naive = Naive(dealt, costs, *how.values())  # type: ignore[arg-type]
     used = min(devices, plan.devices or devices)
     free, turn = [0.0] * used, 0
@@ -134,18 +136,18 @@ def test_a_dealer_gives_each_task_to_a_device_that_frees_first(drawn: Planned, d
 @given(planned(links=True), st.integers(1, 3))
 def test_no_plan_is_faster_than_its_bound(drawn: Planned, devices: int):
     plan, costs, how = drawn
-    course = Course(plan, costs, **how)  # type: ignore[arg-type]
-    assert course.bound_ms(devices) <= course.steady_ms(devices) * (1 + 1e-9)
+    priced = PricedPlan(plan, costs, **how)  # type: ignore[arg-type]
+    assert priced.bound_ms(devices) <= priced.steady_ms(devices) * (1 + 1e-9)
 
 
 @patient
 @given(planned(links=True), st.integers(1, 3))
 def test_the_pace_is_that_of_many_simulated_calls(drawn: Planned, devices: int):
     plan, costs, how = drawn
-    dealer, course = Dealer(devices), Course(plan, costs, **how)  # type: ignore[arg-type]
-    timeline = simulate([dealer.deal(course) for _ in range(50)], costs, devices=devices, **how)  # type: ignore[arg-type]
+    assigner, priced = Assigner(devices), PricedPlan(plan, costs, **how)  # type: ignore[arg-type]
+    timeline = simulate([assigner.assign(priced) for _ in range(50)], costs, devices=devices, **how)  # type: ignore[arg-type]
     # A pattern of several calls may be cut anywhere.
-    assert timeline.call_ms == pytest.approx(course.steady_ms(devices), rel=0.1, abs=1e-6)
+    assert timeline.call_ms == pytest.approx(priced.steady_ms(devices), rel=0.1, abs=1e-6)
 
 
 PAIR = [Task.parse("F[0:1] m0:2 @0"), Task.parse("FB[1:2] m0:2 @1"), Task.parse("B[0:1] m0:2 @0")]
@@ -214,10 +216,25 @@ def test_the_host_holds_activations_until_the_backward_pass_is_through():
 
 
 def test_calls_that_find_the_devices_as_before_are_looked_up():
-    course = Course(Plan(fused=range(3), in_turn=False), [LayerCost(0.1)] * 3, mode="fused", microbatches=3)
-    dealer = Dealer(2)
-    dealt = [dealer.deal(course) for _ in range(60)]
+    priced = PricedPlan(Plan(fused=range(3), in_turn=False), [LayerCost(0.1)] * 3, mode="fused", microbatches=3)
+    assigner = Assigner(2)
+    dealt = [assigner.assign(priced) for _ in range(60)]
     assert len({id(tasks) for tasks in dealt[20:]}) == 2
+
+
+def test_a_priced_plan_that_is_no_longer_used_is_not_kept():
+    assigner, priced_plans = Assigner(2), WeakSet[PricedPlan]()
+
+    for number in range(20):
+        costs = [LayerCost(1.0 + number)] * 3
+        priced = PricedPlan(Plan(fused=range(3), in_turn=False), costs, mode="fused", microbatches=3)
+        priced_plans.add(priced)
+        for _ in range(3):
+            assigner.assign(priced)
+        del priced
+        gc.collect()
+
+    assert not priced_plans
 
 
 def test_a_list_that_cannot_run_is_refused():

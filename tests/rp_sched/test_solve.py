@@ -8,7 +8,7 @@ from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from problems import MODES, limits, models
-from rp_sched import Course, Infeasible, LayerCost, Limits, Mode, Plan, RoundRobin, check_order, order, plan
+from rp_sched import Infeasible, LayerCost, Limits, Mode, Plan, PricedPlan, RoundRobin, check_order, order, plan
 from test_search import all_plans, fits
 
 # Other work shares the machine, so no example has a deadline.
@@ -207,7 +207,7 @@ def test_a_single_layer_may_take_the_room_of_the_next_one():
 def test_more_devices_than_layers_and_microbatches_are_no_mistake(num_layers: int, mode: Mode):
     costs = [LayerCost(1.0)] * num_layers
     made = plan(costs, devices=16, microbatches=2, mode=mode)
-    assert Course(made, costs, mode=mode, microbatches=2).steady_ms(16) > 0
+    assert PricedPlan(made, costs, mode=mode, microbatches=2).steady_ms(16) > 0
 
 
 def test_bad_arguments_are_refused_in_words():

@@ -3,7 +3,7 @@
 import ast
 import pickle
 from collections.abc import Iterator
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -14,7 +14,7 @@ from rp_sched.problem import task_kinds
 from rp_sched.report.render import gantt, look, svg
 
 F, B, FB = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.FUSED
-QUESTIONS = sorted(name for name, value in vars(TaskKind).items() if isinstance(value, cached_property))
+QUESTIONS = sorted(name for name, value in vars(TaskKind).items() if value is False)
 YES = {
     "runs_forward": {F, FB},
     "recomputes": {B},
@@ -28,18 +28,22 @@ YES = {
     "sends_gradients": {B, FB},
     "may_exceed_room_ahead": {FB},
 }
+ROW = task_kinds._Row("X", "example", (), set())
 KINDS = {"infer": [F], "train": [F, B], "fused": [F, B, FB]}
 FILES = [path for path in Path(rp_sched.__file__).parent.rglob("*.py") if path != Path(task_kinds.__file__)]
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_each_question_has_an_answer_for_each_kind(question: str):
-    # Of the class, so that no answer is one that was kept.
-    answers = {kind: vars(TaskKind)[question].func(kind) for kind in TaskKind}
-    if question == "modes":
-        assert {mode: [kind for kind in TaskKind if mode in answers[kind]] for mode in get_args(Mode)} == KINDS
-    else:
-        assert answers == {kind: kind in YES[question] for kind in TaskKind}
+def test_each_question_has_an_answer_for_each_kind():
+    assert sorted(YES) == QUESTIONS
+    assert {mode: [kind for kind in TaskKind if mode in kind.modes] for mode in get_args(Mode)} == KINDS
+    for question, kinds in YES.items():
+        assert {kind for kind in TaskKind if getattr(kind, question)} == kinds, question
+
+
+def test_an_answer_to_what_is_not_a_question_is_refused():
+    row = replace(ROW, yes={"runs_forwards"})
+    with pytest.raises(TypeError, match="X answers 'runs_forwards', which is not a question"):
+        TaskKind.__new_member__(TaskKind, row)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("kind", TaskKind)
@@ -75,17 +79,18 @@ def test_the_phases_of_a_plan_are_in_the_order_of_launch():
 
 def test_charts_show_each_kind_in_its_own_way():
     looks = [look(kind) for kind in TaskKind]
-    for field in ("letter", "word", "colour", "colour_name"):
+    for field in ("letter", "colour", "colour_name"):
         assert len({getattr(each, field).lower() for each in looks}) == len(TaskKind)
+    assert len({kind.word for kind in TaskKind}) == len(TaskKind)
     tasks = [Task(F, range(1), range(1), 0), Task(FB, range(1, 2), range(1), 0), Task(B, range(1), range(1), 0)]
     played = simulate([tasks, tasks], [LayerCost(1.0)] * 2, devices=1, microbatches=1, mode="fused")
     text, picture = gantt(played), svg(played)
     for kind in TaskKind:
-        letter, word, colour, colour_name = look(kind)
+        letter, colour, colour_name = look(kind)
         line = text.splitlines()[0].removeprefix("device 0")
         assert letter in line
         assert letter.swapcase() in line
-        assert f"{letter} {word}" in text.splitlines()[-1]
+        assert f"{letter} {kind.word}" in text.splitlines()[-1]
         assert f"{kind} {colour_name}" in picture
         assert picture.count(f'fill="{colour}"') == 2
 

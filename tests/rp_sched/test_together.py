@@ -5,7 +5,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import MODES, models
-from rp_sched import Course, Infeasible, LayerCost, Limits, Mode, Plan, RoundRobin, plan, plan_together
+from rp_sched import Infeasible, LayerCost, Limits, Mode, Plan, PricedPlan, RoundRobin, plan, plan_together
 from rp_sched.simulation.makespan import pace
 
 patient = settings(max_examples=examples(40), deadline=None)
@@ -24,7 +24,7 @@ def test_together_they_are_never_slower_than_published_plans(
     published = [plan(each, devices=devices, strategy="roundrobin", **how) for each in costs]  # type: ignore[arg-type]
 
     def call_ms(plans) -> float:
-        return pace([Course(*pair, **how) for pair in zip(plans, costs, strict=True)], devices).call_ms
+        return pace([PricedPlan(*pair, **how) for pair in zip(plans, costs, strict=True)], devices).call_ms
 
     assert call_ms(together) <= call_ms(published) * ALMOST
     for each, made in zip(costs, together, strict=True):
@@ -35,9 +35,9 @@ def test_the_call_of_one_model_fills_the_gaps_of_the_other():
     costs = [LayerCost(1.0)] * 4
     alone = plan(costs, devices=4, microbatches=2, mode="fused", limits=Limits(stage_bytes=1))
     both = plan_together(costs, costs, devices=4, microbatches=2, mode="fused", limits=Limits(stage_bytes=1))
-    courses = [Course(made, costs, mode="fused", microbatches=2) for made in both]
-    one_ms = Course(alone, costs, mode="fused", microbatches=2).steady_ms(4)
-    assert pace(courses, 4).call_ms <= 2 * one_ms
+    priced_plans = [PricedPlan(made, costs, mode="fused", microbatches=2) for made in both]
+    one_ms = PricedPlan(alone, costs, mode="fused", microbatches=2).steady_ms(4)
+    assert pace(priced_plans, 4).call_ms <= 2 * one_ms
 
 
 def test_one_model_by_itself_is_planned_as_ever():

@@ -218,8 +218,8 @@ def test_asynchronous_steps_are_one_late(tmp_path, two):
         (torch.float32, ("whole", "whole")),
         (torch.bfloat16, ("whole", "whole")),
         (torch.bfloat16, ("split", "split")),
-        (torch.bfloat16, ("split", "whole")),
-        (torch.bfloat16, ("whole", "split")),
+        pytest.param(torch.bfloat16, ("split", "whole"), marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, ("whole", "split"), marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_is_resumed_equals_the_uninterrupted_one(tmp_path, two, dtype, kinds):
@@ -287,6 +287,22 @@ def test_validation_and_prediction_use_the_last_steps_result(tmp_path, two):
     assert made.strategy.on_devices.engine.named_model is module.net
     for here, there in zip(found, wanted, strict=True):
         torch.testing.assert_close(here, there, rtol=1e-4, atol=2e-5)
+
+
+def test_a_validation_may_compute_the_loss_alone(tmp_path, options):
+    class Validated(Tuned):
+        def validation_step(self, batch: Any, index: int) -> None:
+            del index
+            whole = self.model(**batch).loss
+            alone = self.model.loss(input_kwargs=batch)
+            assert not alone.requires_grad
+            torch.testing.assert_close(alone, whole.float(), rtol=1e-6, atol=1e-6)
+            self.log("eval_loss", alone, batch_size=len(batch["input_ids"]))
+
+    made = trainer(tmp_path, strategy(options))
+    made.fit(Validated(), batches(), batches(6))
+
+    assert made.callback_metrics["eval_loss"] > 0
 
 
 def test_bf16_mixed_runs_layers_under_autocast(tmp_path, options):

@@ -23,8 +23,7 @@ def blocks(page: str) -> list[str]:
 def names(tmp_path, monkeypatch) -> Any:
     """What the examples take as given."""
     with Runtime("cpu:2") as runtime:
-        for module in ("models.roundpipe", "models.wrap"):
-            monkeypatch.setattr(f"roundpipe.{module}.default_runtime", lambda: runtime)
+        monkeypatch.setattr("roundpipe.models.wrapped.options.default_runtime", lambda: runtime)
         args = TrainingArguments(str(tmp_path), **{**ARGUMENTS, "num_train_epochs": 1})
         found = {
             "model": causal_lm(),
@@ -37,8 +36,9 @@ def names(tmp_path, monkeypatch) -> Any:
 
 
 @pytest.mark.nightly
-def test_those_of_the_package(names):
-    first, second, third, fourth = blocks("packages/rp-trainer/README.md")
+def test_those_of_the_package(names, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second, third, loop, fourth = blocks("packages/rp-trainer/README.md")
     exec(first, names)
     assert names["trainer"].state.global_step == 2
     exec(second, names)
@@ -46,6 +46,9 @@ def test_those_of_the_package(names):
     names["model"] = causal_lm()
     exec(third, names)
     names["trainer"].train()
+    names["model"], names["batches"] = causal_lm(), [padded(rows(4))]
+    exec(loop, names)
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     pytest.importorskip("lightning")
     exec(fourth, names)
     assert names["trainer"].strategy.strategy_name == "roundpipe"

@@ -13,7 +13,7 @@ import trl
 from datasets import Dataset
 from roundpipe import wrap_model_to_roundpipe
 from rp_trainer import RoundPipeMixin, RoundPipeOptions, RoundPipeTrainer
-from rp_trainer.override_points import TRAINER, TRL, changed
+from rp_trainer.huggingface.override_points import TRAINER, TRL, changed
 from rp_trainer.refusals import refuse, refuse_optimizer
 from tiny import ARGUMENTS, causal_lm, padded, rows, sentences, tokenizer
 from transformers import Trainer, TrainingArguments

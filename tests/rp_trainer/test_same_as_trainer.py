@@ -11,7 +11,7 @@ import roundpipe
 import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
 from rp_optim import SplitMaster
-from rp_trainer import RoundPipeOptions, RoundPipeTrainer, SteppedByEngine
+from rp_trainer import RoundPipeMixin, RoundPipeOptions, RoundPipeTrainer, SteppedByEngine
 from tiny import ARGUMENTS, assert_same, causal_lm, logs, padded, rows, weights
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
@@ -210,6 +210,7 @@ def test_a_wrapped_model_is_taken_as_it_is(tmp_path, two):
     assert_same(found, script(Trainer, tmp_path, once))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*masters of model.*are whole from now on")
 def test_masters_may_be_halves(tmp_path, two):
     settings = {"num_train_epochs": 1, "save_strategy": "epoch", "max_grad_norm": 0}
@@ -265,6 +266,52 @@ def test_predictions_and_metrics_are_the_same(tmp_path, options):
     torch.testing.assert_close(
         torch.tensor(here.predictions), torch.tensor(there.predictions), rtol=1e-4, atol=1e-4
     )
+
+
+def test_an_evaluation_for_the_loss_alone_leaves_logits_on_the_devices(tmp_path, options, monkeypatch):
+    made: list[str] = []
+    for name in ("loss", "forward"):
+        monkeypatch.setattr(RoundPipe, name, noting(made, name, getattr(RoundPipe, name)))
+    args = TrainingArguments(str(tmp_path), **ARGUMENTS)
+    given = {"eval_dataset": DATA[:5]}
+    plain = RoundPipeTrainer(causal_lm(), args, padded, roundpipe=options, **given)
+    wanted = Trainer(causal_lm(), args, padded, **given).evaluate()["eval_loss"]
+
+    found = plain.evaluate()["eval_loss"]
+    alone = made.copy()
+    plain.predict(DATA[:5])
+    predicted = made[len(alone) :]
+
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert alone == ["loss", "loss"]
+    assert predicted == ["forward", "forward"]
+
+
+def test_a_prediction_step_of_another_class_finds_the_logits(tmp_path, options):
+    class Reading(Trainer):
+        def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+            del prediction_loss_only, ignore_keys
+            with torch.no_grad():
+                outputs = model(**inputs)
+            return outputs.logits.square().mean(), None, None
+
+    class Both(RoundPipeMixin, Reading):
+        pass
+
+    args = TrainingArguments(str(tmp_path), **ARGUMENTS)
+    wanted = Reading(causal_lm(), args, padded, eval_dataset=DATA[:5]).evaluate()["eval_loss"]
+
+    found = Both(causal_lm(), args, padded, eval_dataset=DATA[:5], roundpipe=options).evaluate()["eval_loss"]
+
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def noting(made: list[str], name: str, method: Any) -> Any:
+    def noted(self: RoundPipe, *args: Any, **kwargs: Any) -> Any:
+        made.append(name)
+        return method(self, *args, **kwargs)
+
+    return noted
 
 
 def test_a_model_can_be_evaluated_and_generate_without_training(tmp_path, options):
@@ -349,8 +396,7 @@ def test_callbacks_see_the_users_model_and_every_event(tmp_path, options):
 @pytest.mark.nightly
 def test_devices_are_those_of_the_environment_if_none_are_given(tmp_path, monkeypatch):
     with Runtime("cpu:1") as runtime:
-        monkeypatch.setattr("roundpipe.models.roundpipe.default_runtime", lambda: runtime)
-        monkeypatch.setattr("roundpipe.models.wrap.default_runtime", lambda: runtime)
+        monkeypatch.setattr("roundpipe.models.wrapped.options.default_runtime", lambda: runtime)
         trainer = script(RoundPipeTrainer, tmp_path, {"num_train_epochs": 1}, roundpipe=RoundPipeOptions())
         assert trainer.model_wrapped.engine.runtime is runtime
 

@@ -29,6 +29,7 @@ assert not tools, f"{tools} are imported"
 """
 
 
+@pytest.mark.slow
 def test_importing_opens_no_device_no_thread_and_no_cupy() -> None:
     assert ended(IMPORT, imports=TORCH) == (0, "", "")
 

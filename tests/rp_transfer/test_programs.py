@@ -25,11 +25,23 @@ from rp_transfer.testing import (
     without,
 )
 from rp_transfer.testing.contract import PROMISES
-from rp_transfer.testing.programs import Copy, Free, Lane, Piece, Program, Read, Record, Step, Take, Wait, Write
+from rp_transfer.testing.programs import (
+    Copy,
+    Free,
+    Piece,
+    Program,
+    Read,
+    Record,
+    Step,
+    StreamName,
+    Take,
+    Wait,
+    Write,
+)
 from rp_transfer.testing.timeout import bounded
 
 SEEDS = st.integers(0, 2**32 - 1)
-IN, OUT = Lane(0, "weights_in"), Lane(0, "results_out")
+IN, OUT = StreamName(0, "weights_in"), StreamName(0, "results_out")
 HERE, THERE, BACK = Piece("h", 0, 4), Piece("d", 0, 4), Piece("r", 0, 4)
 
 UP_AND_DOWN = Program(

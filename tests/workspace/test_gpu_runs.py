@@ -26,7 +26,19 @@ def test_a_run_names_files_and_options_that_there_are(name: str) -> None:
 
 
 def test_the_documents_name_runs_that_there_are() -> None:
-    pages = " ".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    folders = (ROOT / "docs", ROOT / "benchmarks/results")
+    pages = " ".join(page.read_text() for folder in folders for page in folder.glob("*.md"))
     named = {name for names in re.findall(r"`scripts/gpu-runs ([a-z0-9. -]+)`", pages) for name in names.split()}
     assert named
     assert named - {"--list"} <= RUNS.keys()
+
+
+def test_the_links_of_the_results_lead_somewhere() -> None:
+    results = ROOT / "benchmarks/results"
+    links = [
+        link
+        for page in results.glob("*.md")
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    ]
+    assert links
+    assert [link for link in links if not (results / link).is_file()] == []

@@ -30,7 +30,7 @@ def test_a_hook_runs_the_check_of_its_name(name: str) -> None:
 def test_before_a_push_the_quick_checks_run() -> None:
     (hook,) = [hook for hook in HOOKS if hook.get("stages") == ["pre-push"]]
     assert hook["entry"] == ".ci/run quick"
-    assert QUICK == ["types", "format", "lint", "imports", "workspace"]
+    assert QUICK == ["types", "format", "lint", "imports", "dependencies", "workspace"]
 
 
 def test_the_commands_of_the_readme_are_checked() -> None:

@@ -55,8 +55,8 @@ def test_every_name_is_in_the_code(name: str) -> None:
 def test_a_name_that_is_not_there_would_be_noticed() -> None:
     wrong = [
         "roundpipe.stages.Stage",
-        "roundpipe.execution.stage.stage.Stages",
-        "roundpipe.execution.stage.stage.Stage.runs",
+        "rp_engine.execution.stage.stage.Stages",
+        "rp_engine.execution.stage.stage.Stage.runs",
     ]
     assert [name for name in wrong if exists(name)] == []
     assert len(NAMES) > 100

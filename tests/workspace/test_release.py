@@ -43,7 +43,9 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for changelog in folder.glob("packages/*/CHANGELOG.md"):
         text = changelog.read_text()
         if not text.partition("## Unreleased\n")[2].partition("\n## ")[0].strip():
-            changelog.write_text(text.replace("## Unreleased\n", "## Unreleased\n\n- Something.\n", 1))
+            changelog.write_text(
+                text.replace("## Unreleased\n", "## Unreleased\n\n### Added\n\n- Something.\n", 1)
+            )
     git(folder, "commit", "--quiet", "--all", "--allow-empty", "--message", "something to release")
     return folder
 
@@ -65,25 +67,44 @@ def test_those_who_need_it_ask_for_it(clone):
     found = RELEASE.members(clone)
     for name in ("rp-core", "rp-trainer"):
         assert '"rp-optim>=0.2.1,<0.3"' in found[name].project.read_text()
-        assert found[name].unreleased().startswith("- Needs rp-optim 0.2.1.\n")
+        assert "### Changed\n\n- Needs rp-optim 0.2.1.\n" in found[name].unreleased()
     RELEASE.release(clone, "rp-batch", "0.1.1")
     # What is said of other packages stays; of the same package only the last is said.
     member = found["rp-core"]
     member.ask_for("rp-optim", RELEASE.Version("1.2.3"))
-    assert member.unreleased().startswith("- Needs rp-optim 1.2.3.\n- Needs rp-batch 0.1.1.\n-")
+    assert "### Changed\n\n- Needs rp-optim 1.2.3.\n- Needs rp-batch 0.1.1.\n-" in member.unreleased()
     assert '"rp-optim>=1.2.3,<2"' in member.project.read_text()
     assert "0.2.1" not in member.unreleased()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", ["Changed", "- Needs.", ""]),
+        ("### Fixed\n\n- One.\n", ["Changed", "- Needs.", "", "Fixed", "- One.", ""]),
+        ("### Added\n\n- One.\n", ["Added", "- One.", "", "Changed", "- Needs.", ""]),
+        (
+            "### Added\n\n- One.\n\n### Changed\n\n- Two.\n",
+            ["Added", "- One.", "", "Changed", "- Needs.", "- Two.", ""],
+        ),
+    ],
+)
+def test_what_is_needed_is_told_where_changes_are(before, after):
+    found = RELEASE._with_changed(f"\n{before}" if before else "", "- Needs.\n")
+
+    assert found == "\n" + "\n".join(f"### {line}\n" if line.isalpha() else line for line in after)
 
 
 def test_a_package_is_released_after_what_it_needs(clone):
     with pytest.raises(RELEASE.Refused, match=r"rp-core needs rp-batch, .* release rp-batch first"):
         RELEASE.release(clone, "rp-core", "0.2.0")
-    leaves = [name for name in RELEASE.members(clone) if name not in ("rp-core", "rp-trainer")]
-    for name in (*leaves, "rp-core", "rp-trainer"):
+    above = ("rp-engine", "rp-checkpoint", "rp-machines", "rp-core", "rp-trainer", "rp-cli")
+    leaves = [name for name in RELEASE.members(clone) if name not in above]
+    for name in (*leaves, *above):
         RELEASE.release(clone, name, "0.2.0")
     project = RELEASE.members(clone)["rp-trainer"].project.read_text()
-    assert '"rp-core>=0.2.0,<0.3"' in project
-    assert len(git(clone, "tag", "--list", "*-v0.2.0").splitlines()) == len(leaves) + 2
+    assert '"rp-core[hf]>=0.2.0,<0.3"' in project
+    assert len(git(clone, "tag", "--list", "*-v0.2.0").splitlines()) == len(leaves) + len(above)
 
 
 def test_wheels_of_all_packages_are_tried_alone():
@@ -99,7 +120,7 @@ def test_wheels_of_all_packages_are_tried_alone():
 @pytest.mark.parametrize(
     ("package", "version", "words"),
     [
-        ("rp-other", "0.2.0", "must be one of rp-batch, rp-core"),
+        ("rp-other", "0.2.0", "must be one of rp-batch, rp-checkpoint, rp-cli"),
         ("rp-optim", "0.1.0", "is 0.1.0 already"),
         ("rp-optim", "0.0.9", "must be higher"),
         ("rp-optim", "next", "must be one such as"),

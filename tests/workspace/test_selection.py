@@ -1,4 +1,4 @@
-"""Of tests marked ``pairwise`` as many run as cover every pair of parameters, and no more."""
+"""Of tests with many cases as many run as cover each value or, marked ``pairwise``, every pair, and no more."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pairwise import covering, pairs, superfluous
+from pairwise import covering, pairs, singles, superfluous, with_each_value
 from traced import spaced, traced
 
 pytest_plugins = "pytester"
@@ -47,6 +47,52 @@ def test_few_are_chosen(sizes: list[int]) -> None:
     chosen = covering(list(product(*map(range, sizes))))
     largest, second = [*sorted(sizes, reverse=True), 1][:2]
     assert largest * second <= len(chosen) <= 1.5 * largest * second
+
+
+@given(SIZES, st.integers(0, 99), st.sampled_from([0, 0.2, 0.9]))
+def test_each_value_that_occurs_is_chosen(sizes: list[int], seed: int, left_out: float) -> None:
+    chance = Random(seed)
+    rows = [row for row in product(*map(range, sizes)) if chance.random() >= left_out]
+    chosen = with_each_value(rows)
+    assert set().union(*(singles(rows[index]) for index in chosen)) == set().union(*map(singles, rows))
+    assert chosen == sorted(set(chosen)) == with_each_value(rows)
+
+
+@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=20))
+def test_so_it_is_of_rows_of_several_lengths(rows: list[list[int]]) -> None:
+    chosen = with_each_value(rows)
+    assert set().union(*(singles(rows[index]) for index in chosen)) == set().union(*map(singles, rows))
+    assert len(chosen) == len(set(chosen))
+
+
+@given(SIZES)
+def test_as_many_are_chosen_as_the_longest_axis_has_values_and_the_others_take_turns(sizes: list[int]) -> None:
+    rows = list(product(*map(range, sizes)))
+    chosen = [rows[index] for index in with_each_value(rows)]
+    assert len(chosen) == max(sizes)
+    for axis in zip(*chosen, strict=True):
+        uses = [axis.count(value) for value in set(axis)]
+        assert max(uses) - min(uses) <= 1
+
+
+def test_without_pairs_each_value_of_any_test_occurs_and_gpus_have_what_they_had(
+    pytester: pytest.Pytester,
+) -> None:
+    items = pytester.getitems(THREE_AXES.format(mark="timeout(9)"))
+    left = [item.name for item in items if item not in superfluous(items, pairs=False)]
+    assert [sum("cuda" in name for name in left), sum("cuda" not in name for name in left)] == [9, 3]
+
+
+def test_tests_of_devices_alone_take_turns_in_them(pytester: pytest.Pytester) -> None:
+    tests = "".join(f"    def test_{number}(devices):\n        pass\n" for number in range(20))
+    items = pytester.getitems(THREE_AXES.format(mark="timeout(9)") + tests)
+    alone = [item for item in items if "test_it" not in item.name]
+    left = [item.name for item in alone if item not in superfluous(items, pairs=False)]
+    assert len({name.split("[")[0] for name in left}) == 20
+    found = [name.split("[")[1] for name in left]
+    assert found.count("cuda]") == found.count("cpu:1]") + found.count("cpu:2]") == 20
+    assert min(map(found.count, ("cpu:1]", "cpu:2]"))) > 3
+    assert superfluous(alone) == set()
 
 
 def test_what_is_parametrized_together_is_one_axis_and_gpus_are_covered_by_themselves(

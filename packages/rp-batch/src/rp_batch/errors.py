@@ -1,12 +1,14 @@
 """Errors and the warning that rp_batch raises; each error has the path of the leaf or node.
 
-BatchError(ValueError)
-  ├── SpecError        an invalid spec, or one that does not suit the value at its path
-  ├── SizeError        inconsistent or ambiguous batch sizes
-  ├── SplitError       a leaf that torch cannot split, or a wrong result of a user's split function
-  ├── MergeError       parts that cannot be merged
-  └── DepthError       a tree that contains itself or is nested too deeply
-FewerParts(UserWarning)  fewer parts than requested
+::
+
+    BatchError (ValueError)
+    ├── SpecError        an invalid spec, or one that does not suit the value at its path
+    ├── SizeError        inconsistent or ambiguous batch sizes
+    ├── SplitError       a leaf that torch cannot split, or a wrong result of a user's split function
+    ├── MergeError       parts that cannot be merged
+    └── DepthError       a tree that contains itself or is nested too deeply
+    FewerParts (UserWarning)  fewer parts than requested
 """
 
 from __future__ import annotations

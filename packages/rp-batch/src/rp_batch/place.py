@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-import torch
-
 from rp_batch import spec as specs
 from rp_batch import tree
+from rp_batch.arrays import has_dimensions
 from rp_batch.errors import SpecError
 from rp_batch.spec import Split, SplitRule
 
@@ -41,7 +40,7 @@ def _spread(rule: SplitRule, value: Any) -> Rules:
     leaves, _ = tree.flatten(value)
     if not isinstance(rule, Split):
         return [rule] * len(leaves)
-    return [rule if isinstance(item, torch.Tensor) and item.dim() > 0 else None for item in leaves]
+    return [rule if has_dimensions(item) else None for item in leaves]
 
 
 def spec_for_each(spec: Any, value: tree.Children, where: str) -> list[Any]:

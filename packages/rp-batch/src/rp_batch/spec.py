@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
 from rp_batch import tree
@@ -29,20 +29,36 @@ _Item = TypeVar("_Item")
 
 
 @tree.leaf
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Split:
-    """Split a tensor along one dimension; when merging, the same as `Concat(dim)`.
+    """Split a tensor along one dimension; when merging, the same as `Concat(dim, inner)`.
 
     >>> import torch, rp_batch
     >>> parts = rp_batch.split(((torch.zeros(3, 8),), {}), 4, spec=((Split(1),), {}))
     >>> parts[0][0][0].shape
     torch.Size([3, 2])
+
+    `factor`: how many entries the dimension has for each sample, as where heads are folded into it. `inner`: the
+    samples are the inner index of the two, as in (sequence, batch) folded into one; each part is folded alike.
+
+    >>> folded = torch.arange(6)  # two rows of three samples
+    >>> rp_batch.split(((folded,), {}), 3, spec=((Split(0, factor=2, inner=True),), {}))[0]
+    ((tensor([0, 3]),), {})
     """
 
     dim: int = 0
+    factor: int = 1
+    inner: bool = False
 
     def __post_init__(self) -> None:
         _check_dim(self.dim)
+        if type(self.factor) is not int or self.factor < 1:
+            raise ValueError(f"factor must be an integer of at least 1, but is {self.factor!r}")
+        _check_inner(self.inner)
+
+    def __repr__(self) -> str:
+        """Return the expression that makes it, without defaults but `dim`."""
+        return _without_defaults(self)
 
 
 @tree.leaf
@@ -59,19 +75,31 @@ class Replicate:
 
 
 @tree.leaf
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Concat:
     """Concatenate the parts' tensors along one dimension.
 
     >>> import torch, rp_batch
     >>> rp_batch.merge([torch.zeros(3, 1), torch.zeros(3, 2)], spec=Concat(1)).shape
     torch.Size([3, 3])
+
+    `inner`: the dimension holds several rows of all samples, as in (sequence, batch) folded into one. The sizes of
+    the microbatches must be known then.
+
+    >>> rp_batch.merge([torch.tensor([0, 3]), torch.tensor([1, 2, 4, 5])], Concat(inner=True), sizes=(1, 2))
+    tensor([0, 1, 2, 3, 4, 5])
     """
 
     dim: int = 0
+    inner: bool = False
 
     def __post_init__(self) -> None:
         _check_dim(self.dim)
+        _check_inner(self.inner)
+
+    def __repr__(self) -> str:
+        """Return the expression that makes it, without defaults but `dim`."""
+        return _without_defaults(self)
 
 
 @tree.leaf
@@ -143,6 +171,17 @@ def _check_dim(dim: object) -> None:
         raise TypeError(f"dim must be an integer, but is {dim!r}; negative ones count from the last dimension")
 
 
+def _without_defaults(spec: Split | Concat) -> str:
+    values = {each.name: getattr(spec, each.name) for each in fields(spec)}
+    others = [f"{each.name}={values[each.name]}" for each in fields(spec)[1:] if values[each.name] != each.default]
+    return f"{type(spec).__name__}({', '.join([f'dim={spec.dim}', *others])})"
+
+
+def _check_inner(inner: object) -> None:
+    if type(inner) is not bool:
+        raise TypeError(f"inner must be a bool, but is {inner!r}")
+
+
 class Parts(list[_Item]):
     """A list with one item per microbatch.
 
@@ -199,7 +238,7 @@ def merge_rule(spec: Any) -> MergeRule | None:
     """Convert a spec to a merge rule; None if it is a tree of specs or no spec at all."""
     rule = _normalized(spec)
     if isinstance(rule, Split):
-        return Concat(rule.dim)
+        return Concat(rule.dim, rule.inner)
     if isinstance(rule, Replicate):
         return Equal()
     return cast("MergeRule | None", rule)

@@ -6,17 +6,20 @@ import atexit
 import dataclasses
 import itertools
 import threading
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar, cast
 
 import optree
 import torch
 from optree import PyTreeSpec
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as torch_pytree
 
 from rp_batch.errors import DepthError
+from rp_batch.records import close_record, is_record, open_record
 from rp_batch.same import same
 
 __all__ = ["TreeDef", "children", "flatten", "leaf", "map_leaves", "paths", "rebuild", "unflatten"]
@@ -33,12 +36,34 @@ _register_node = cast("Callable[..., object]", getattr(optree, "register_pytree_
 _SHOWN_LEVELS = 12
 _registering = threading.Lock()
 _registered: set[type] = set()
-_leaf_types: set[type] = set()
+# Torch registers its sizes as nodes, but rebuilds them as plain tuples, which have no `numel`.
+_leaf_types: set[type] = {torch.Size}
 
 # optree sorts dict keys by default. This setting ends when the object is garbage collected, so keep it.
 _insertion_order = optree.dict_insertion_ordered(True, namespace=_NAMESPACE)
 _insertion_order.__enter__()
 atexit.register(_insertion_order.__exit__, None, None, None)
+
+
+def _open_packed(packed: PackedSequence) -> tuple[tuple[Any, ...], None, tuple[str, ...]]:
+    return tuple(packed), None, PackedSequence._fields
+
+
+def _close_packed(_: None, values: Iterable[Any]) -> PackedSequence:
+    # Its constructor reads the tensors: it could not hold rules in their places.
+    return cast("Any", tuple).__new__(PackedSequence, values)
+
+
+with warnings.catch_warnings():
+    # Optree says that it knew named tuples already.
+    warnings.simplefilter("ignore", UserWarning)
+    _register_node(
+        PackedSequence,
+        _open_packed,
+        _close_packed,
+        path_entry_type=optree.GetAttrEntry,
+        namespace=_NAMESPACE,
+    )
 
 
 def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
@@ -52,8 +77,10 @@ def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
 
     Nodes are tuples, lists, dicts (in insertion order), named tuples, dataclasses, deques, classes registered with
     optree for every namespace, and classes registered with torch's pytree, even after this package was imported.
+    So are subclasses of dict, `UserDict` and `SimpleNamespace`, rebuilt as they were, without `__init__`.
     `None` is a leaf, as in torch: it has a path and may have a spec, and if one part has `None` where another has
-    a tensor, the error names that path. Everything else is a leaf, including other subclasses of list and dict.
+    a tensor, the error names that path. Everything else is a leaf, including subclasses of list and tuple, such as
+    `torch.Size`.
 
     Raises `DepthError` for a tree that contains itself or has more than 1,000 levels.
     """
@@ -166,6 +193,11 @@ def leaf(cls: _Class) -> _Class:
     return cls
 
 
+def is_marked(value: object) -> bool:
+    """Return whether the class of a value was marked as a leaf."""
+    return type(value) in _leaf_types
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Children:
     """The direct children of one node.
@@ -250,7 +282,7 @@ def _written(path: Sequence[_Level], roots: Sequence[str]) -> str:
     return "".join((*roots[:1], *steps))
 
 
-# --- Nodes that optree does not know: torch's registry and plain dataclasses ------------------------------------
+# --- Nodes that optree does not know: torch's registry and records ----------------------------------------------
 
 
 def _register_nodes(leaves: Iterable[Any]) -> bool:
@@ -265,14 +297,7 @@ def _is_node_type(cls: type) -> bool:
     # Most leaves are tensors, so test for them first.
     if cls is torch.Tensor or cls in _leaf_types:
         return False
-    return cls in torch_pytree.SUPPORTED_NODES or _is_plain_dataclass(cls)
-
-
-def _is_plain_dataclass(cls: type) -> bool:
-    # A class with its own `__new__` (tensors, enums, exceptions, builtins) cannot be rebuilt from its fields.
-    if not dataclasses.is_dataclass(cls) or cls.__new__ is not object.__new__:
-        return False
-    return not issubclass(cls, torch.nn.Module)
+    return cls in torch_pytree.SUPPORTED_NODES or is_record(cls)
 
 
 def _register(cls: type) -> None:
@@ -329,7 +354,8 @@ def _open(node: object) -> tuple[list[Any], _Frame, list[Any]]:
     # Look in torch's registry each time: a dataclass may be registered after its first use here.
     registered = torch_pytree.SUPPORTED_NODES.get(type(node))
     if registered is None:
-        return _open_dataclass(node)
+        values, context, keys = open_record(node)
+        return values, _Frame(close_record, context), keys
     values, context = registered.flatten_fn(node)
     return values, _Frame(registered.unflatten_fn, context), _torch_keys(node, values, registered)
 
@@ -353,31 +379,6 @@ def _attributes_by_identity(node: Any) -> dict[int, deque[str]]:
     for name, value in attributes.items():
         names[id(value)].append(name)
     return names
-
-
-def _open_dataclass(node: Any) -> tuple[list[Any], _Frame, list[Any]]:
-    names = tuple(field.name for field in dataclasses.fields(node) if hasattr(node, field.name))
-    frame = _Frame(_close_dataclass, (type(node), names, _other_attributes(node, names)))
-    return [getattr(node, name) for name in names], frame, [torch_pytree.GetAttrKey(name) for name in names]
-
-
-def _other_attributes(node: object, fields: tuple[str, ...]) -> dict[str, Any]:
-    """Return the attributes of an instance that are not fields, without cached properties, stale in a part."""
-    cls = type(node)
-    attributes: dict[str, Any] = getattr(node, "__dict__", {})
-    others = {name: value for name, value in attributes.items() if name not in fields}
-    return {k: v for k, v in others.items() if not isinstance(getattr(cls, k, None), cached_property)}
-
-
-def _close_dataclass(values: Iterable[Any], context: Any) -> Any:
-    # Skip `__init__`: it may convert or reject values, and the node must be restored unchanged.
-    cls, names, others = context
-    node = object.__new__(cls)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(node, name, value)
-    for name, value in others.items():
-        object.__setattr__(node, name, value)
-    return node
 
 
 def _name(entry: Any) -> Any:

@@ -3,35 +3,41 @@
 Importing this opens no device and starts no thread; a `Runtime` or the first model does.
 """
 
-# First: under ``python -m roundpipe`` it handles Ctrl-C from here on.
-import roundpipe_command as _command  # noqa: F401 # pyright: ignore[reportMissingTypeStubs, reportUnusedImport]
-
-# isort: split
-from roundpipe import optim
-from roundpipe.checkpoints.load import LoadedCheckpoint, load_checkpoint
-from roundpipe.checkpoints.manager import CheckpointManager
-from roundpipe.checkpoints.save import SavingCheckpoint, save_checkpoint
-from roundpipe.context import (
+from rp_checkpoint import (
+    CheckpointManager,
+    LoadedCheckpoint,
+    SavingCheckpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from rp_checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointWarning
+from rp_engine import (
+    CallTime,
+    GradScaler,
+    MemoryReport,
+    ModelExecutePlan,
+    RoundPipePackedData,
+    RoundPipeRunConfig,
+    Runtime,
+    profile,
+)
+from rp_engine.context import (
     OptimizerCtx,
     doing_optimizer,
     doing_recompute,
     get_recompute_data,
     save_for_recompute,
 )
-from roundpipe.engine.memory.forecast import MemoryForecast
-from roundpipe.engine.memory.report import MemoryReport
-from roundpipe.errors import (
+from rp_engine.errors import (
     AloneOnly,
+    BoundaryError,
     Busy,
-    CheckpointDamaged,
-    CheckpointError,
-    CheckpointMismatch,
-    CheckpointWarning,
     DeviceMemoryWarning,
+    DifferentiatedTwice,
     GradientsIncomplete,
     HostMemoryShort,
     HostMemoryWarning,
-    KernelWarning,
+    ImpureLayer,
     MachineFailed,
     RoundPipeError,
     Stale,
@@ -39,7 +45,11 @@ from roundpipe.errors import (
     TrainingWarning,
     TrainsNothing,
 )
-from roundpipe.execution.packed_data import RoundPipePackedData
+from rp_engine.estimates import MemoryForecast
+from rp_engine.user_warnings import count_as_inside
+from rp_packing import KernelWarning, PackedWeight, lend, pack_frozen, unpack_frozen
+
+from roundpipe import optim
 from roundpipe.garbage import ShortCollections
 from roundpipe.loading import from_pretrained
 from roundpipe.models.auto import AutoRoundPipe
@@ -47,20 +57,18 @@ from roundpipe.models.calls.own_loss import OwnLoss
 from roundpipe.models.calls.token_mean import TokenMean, token_mean
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.wrap import wrap_model_to_roundpipe
-from roundpipe.optimizer.scaler import GradScaler
-from roundpipe.packing.frozen import pack_frozen, unpack_frozen
-from roundpipe.packing.weight import PackedWeight
-from roundpipe.planning.call_log import CallTime
-from roundpipe.runtime.runtime import Runtime
-from roundpipe.settings.execute_plan import ModelExecutePlan
-from roundpipe.settings.run_config import RoundPipeRunConfig
-from roundpipe.telemetry.profiling import profile
+from roundpipe.models.wrapped.options import WrapOptions
+from roundpipe.packing_services import PACKING_SERVICES
 
 __version__ = "0.1.0"
+
+lend(PACKING_SERVICES)
+count_as_inside("roundpipe")
 
 __all__ = [
     "AloneOnly",
     "AutoRoundPipe",
+    "BoundaryError",
     "Busy",
     "CallTime",
     "CheckpointDamaged",
@@ -69,10 +77,12 @@ __all__ = [
     "CheckpointMismatch",
     "CheckpointWarning",
     "DeviceMemoryWarning",
+    "DifferentiatedTwice",
     "GradScaler",
     "GradientsIncomplete",
     "HostMemoryShort",
     "HostMemoryWarning",
+    "ImpureLayer",
     "KernelWarning",
     "LoadedCheckpoint",
     "MachineFailed",
@@ -94,6 +104,7 @@ __all__ = [
     "TokenMean",
     "TrainingWarning",
     "TrainsNothing",
+    "WrapOptions",
     "doing_optimizer",
     "doing_recompute",
     "from_pretrained",

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import rp_presets
 import torch
+from rp_engine import Runtime
+from rp_engine.errors import HostMemoryWarning
+from rp_engine.estimates import HostBytes, MemoryForecast, current_limit
+from rp_engine.user_warnings import warn_user
+from rp_packing import FORMATS, PackedWeight, as_parameter, format_of, pack_frozen
 from rp_transfer import GivingBack
 from torch import nn
 
-from roundpipe.engine.memory.forecast import MemoryForecast
-from roundpipe.engine.memory.host_bytes import HostBytes
-from roundpipe.errors import HostMemoryWarning
 from roundpipe.models.auto import AutoRoundPipe
+from roundpipe.models.presets import StoredPacked, presets_for
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.wrap import wrap_model_to_roundpipe
 from roundpipe.models.wrapped.call_site import caller
-from roundpipe.packing.formats import FORMATS, format_of
-from roundpipe.packing.frozen import pack_frozen
-from roundpipe.packing.weight import PackedWeight, as_parameter
-from roundpipe.runtime.host_limit import current_limit
-from roundpipe.runtime.runtime import Runtime
 
 # What `pack` is for a checkpoint that is packed already.
 STORED = "stored"
@@ -72,7 +68,8 @@ def from_pretrained(
     A `HostMemoryWarning` tells, before anything is loaded, if the checkpoint's weights do not fit into memory.
 
     Raises what `rp_presets.load_pretrained`, `rp_presets.load_packed`, `pack_frozen` and `wrap_model_to_roundpipe`
-    raise, and `TypeError` if `adapt` is not callable or does not return a module.
+    raise, `ImportError` if rp-presets is not installed, and `TypeError` if `adapt` is not callable or does not
+    return a module.
     """
     if adapt is not None and not callable(adapt):
         raise TypeError(f"adapt must be a function of the loaded model, but is {adapt!r} instead")
@@ -91,16 +88,17 @@ def from_pretrained(
 def _loaded(
     directory: str | os.PathLike[str], model_class: type[Any] | None, pack: str | None, options: dict[str, Any]
 ) -> Any:
+    found = presets_for("to load a checkpoint of transformers")
     if pack is None:
-        return rp_presets.load_pretrained(directory, model_class, **options)
+        return found.load_pretrained(directory, model_class, **options)
     if pack == STORED:
-        return _as_stored(*rp_presets.load_packed(directory, model_class, **options))
-    model = rp_presets.load_pretrained(directory, model_class, **options).requires_grad_(False)
+        return _as_stored(*found.load_packed(directory, model_class, **options))
+    model = found.load_pretrained(directory, model_class, **options).requires_grad_(False)
     pack_frozen(model, pack)
     return model
 
 
-def _as_stored(model: nn.Module, stored: Mapping[str, rp_presets.StoredPacked]) -> nn.Module:
+def _as_stored(model: nn.Module, stored: Mapping[str, StoredPacked]) -> nn.Module:
     model.requires_grad_(False)
     for name, one in stored.items():
         place, _, own = name.rpartition(".")
@@ -115,10 +113,11 @@ def _warn_if_short(
     directory: str | os.PathLike[str], options: Mapping[str, Any], wrapping: Mapping[str, Any]
 ) -> None:
     """Issue a `HostMemoryWarning` if the files hold more than fits; the model class may not use all of them."""
+    known = presets_for("to load a checkpoint of transformers")
     dtype: Any = options.get("dtype", options.get("torch_dtype"))
     dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     try:
-        nbytes = rp_presets.checkpoint_bytes(directory, dtype, subfolder=options.get("subfolder") or "")
+        nbytes = known.checkpoint_bytes(directory, dtype, subfolder=options.get("subfolder") or "")
     except (OSError, ValueError, LookupError, TypeError):
         return  # loading then says what is wrong with the files
     runtime: Runtime | None = wrapping.get("runtime")
@@ -126,7 +125,7 @@ def _warn_if_short(
     whole = HostBytes(weights=0 if wrapping.get("pin_model") == "off" else nbytes)
     forecast = MemoryForecast(wrapping["name"], "for its weights", whole, HostBytes(), limit)
     if not forecast.fits:
-        warnings.warn(forecast.explained("is likely to need"), HostMemoryWarning, stacklevel=3)
+        warn_user(forecast.explained("is likely to need"), HostMemoryWarning)
 
 
 _WRAPPING = frozenset(

@@ -1,12 +1,15 @@
 """`Control`: a thread that sends heartbeats, watches those of other machines, and carries small messages.
 
-It has a separate socket to each machine, so that it can tell which one is silent whatever the transfers do.
-Torch's store could not: it runs on one machine, and its calls may block forever when that machine stops.
+Whatever a peer sends, the worst it can do is to end its own link. It has a separate socket to each machine, so
+that it can tell which one is silent whatever the transfers do. Torch's store could not: it runs on one machine,
+and its calls may block forever when that machine stops.
 """
 
 from __future__ import annotations
 
-import select
+import logging
+import os
+import reprlib
 import selectors
 import socket
 import threading
@@ -14,16 +17,28 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 from rp_dist.errors import Closed, Disagreement, DistError, MachineLost
-from rp_dist.frames import Link
+from rp_dist.links import interfaces
+from rp_dist.links.door import Door, Unknown
+from rp_dist.links.frames import Forged, Link
+from rp_dist.links.introduce import introduce
+from rp_dist.links.secret import Secret
+from rp_dist.links.values import encode
+from rp_dist.messages import Bye, Hello, Lost, Message, Put, Refused, Roster, Say, Welcome, parsed
 
+_LOG = logging.getLogger(__name__)
 ENDED = "its process ended, or its connection was reset"
 SILENT = "it lives, but took no part in an exchange for"
 # When a process ends, transfers may fail a moment before its control socket tells which one it was.
 GRACE_S = 0.5
 LEFT = "it has closed its machines, and takes no further part"
+# How often to look after connections that are not known yet, while there are many.
+_CROWDED_S = 0.05
+# Of a reason that is told to others.
+_MOST_TEXT = 5000
+_OR_TWO_JOBS = "; if these are two jobs, give each a MASTER_PORT of its own"
 
 
 class Control:
@@ -38,17 +53,28 @@ class Control:
     how long a machine that is alive may delay an exchange; None for no limit.
     """
 
-    def __init__(self, rank: int, size: int, timeout_s: float, token: str = "") -> None:
-        self.rank, self.size, self.timeout_s, self.token = rank, size, timeout_s, token
+    def __init__(
+        self, rank: int, size: int, timeout_s: float, run: str = "", secret: Secret | None = None
+    ) -> None:
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        # The name of this run, which anybody may know, and the key of its messages' codes.
+        self.run, self.secret = run, secret or Secret.made()
         self.on_loss: Callable[[], None] = _nothing
         self.waited_s: Callable[[int], float] = _not_at_all
         self.patience_s: float | None = None
-        self.roster: dict[str, list[Any]] | None = None
+        self.roster: dict[int, tuple[str, int]] | None = None
+        # What machines put into the store in which gloo's groups meet.
+        self.kept: dict[str, str] = {}
         self._beat_s = min(1.0, timeout_s / 10)
         self._changed = threading.Condition()
         self._links: dict[int, Link] = {}
         self._heard: dict[tuple[int, int], deque[Any]] = {}
-        self._addresses: dict[int, list[Any]] = {}
+        self._hellos: dict[int, Hello] = {}
+        self._addresses: dict[int, tuple[str, int]] = {}
+        # Where this machine listens; None for all addresses, or if it does not.
+        self.address: str | None = None
+        self._door: Door | None = None
+        self._remarks: list[str] = []
         # When each machine said goodbye.
         self._left: dict[int, float] = {}
         self._error: DistError | None = None
@@ -66,38 +92,51 @@ class Control:
 
     # Links
 
-    def listen(self) -> int:
-        """Accept other machines from now on, at the returned port. Must be called before `start`."""
-        if socket.has_dualstack_ipv6():
-            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-        else:
-            listener = socket.create_server(("", 0), backlog=1024)
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, listener)
-        return int(listener.getsockname()[1])
+    def listen(self, address: str | None) -> None:
+        """Accept other machines at an address (None: at all) until all have come. To be called before `start`."""
+        if self._door is not None:
+            self._door.close()
+        self.address = address
+        self._door = Door(self._selector, address)
 
-    def connect(self, rank: int, host: str, port: int, own_port: int, deadline_s: float) -> None:
-        """Connect to another machine and introduce this one. Raises `OSError` if it does not answer."""
-        sock = socket.create_connection((host, port), timeout=max(0.01, deadline_s - time.monotonic()))
-        link = Link(sock, rank)
-        link.send(["hello", self.token, self.rank, self.size, own_port])
-        messages: list[Any] = []
-        while not messages:
-            if not _is_readable(sock, deadline_s - time.monotonic()):
-                link.close()
-                raise TimeoutError("no answer to a hello")
-            messages = link.read()
-        for message in messages:
-            self._handle(link, message)
+    @property
+    def place(self) -> tuple[str, int]:
+        """The address (empty: all) and the port at which this machine listens; port 0 if it does not."""
+        return ("", 0) if self._door is None else (self._door.address, self._door.port)
+
+    def hello(self) -> list[Any]:
+        """Return the message in which this machine introduces itself."""
+        return ["hello", self.rank, self.size, *self.place, _process()]
+
+    def connect(self, sock: socket.socket, rank: int, deadline_s: float) -> None:
+        """Introduce this machine over a connection to machine `rank`.
+
+        Raises `OSError` if no machine of this run answers, and `Disagreement` if one does that has another secret,
+        speaks another version, or refuses this machine.
+        """
+        link, messages = introduce(sock, self.secret, self.run, self.hello(), deadline_s)
+        try:
+            for message in messages:
+                self._hear_first(link, rank, message) if link.rank is None else self._handle(link, message)
+        except BaseException:
+            link.close()
+            raise
         self._admit(link, rank)
 
+    def _hear_first(self, link: Link, rank: int, message: Any) -> None:
+        answer = parsed(message)
+        if isinstance(answer, Refused):
+            self.refuse(answer.why)
+            self.raise_error()
+        if answer != Welcome(rank):
+            raise ConnectionError(f"rank {rank} was expected, but {reprlib.repr(message)} was the answer")
+        link.rank = rank
+
     def _admit(self, link: Link, rank: int) -> None:
+        self._selector.register(link.socket, selectors.EVENT_READ, link)
         with self._changed:
             self._links[rank] = link
             self._changed.notify_all()
-        with suppress(KeyError):
-            self._selector.unregister(link.socket)
-        self._selector.register(link.socket, selectors.EVENT_READ, link)
         self._wake()
 
     def _wake(self) -> None:
@@ -130,16 +169,35 @@ class Control:
         """Return the ranks that have no link yet."""
         return [rank for rank in range(self.size) if rank != self.rank and rank not in self._links]
 
-    def addresses(self) -> dict[int, list[Any]]:
-        """Return the addresses at which the machines that have said hello listen."""
+    def places(self) -> dict[int, tuple[str, int]]:
+        """Return the addresses and ports at which the machines that have said hello listen."""
         return dict(self._addresses)
 
+    def own_address(self) -> str | None:
+        """Return the address of this machine that others use: that of the interface, or of its first link."""
+        if self.address is not None or not self._links:
+            return self.address
+        return interfaces.local_end(next(iter(self._links.values())).socket)
+
+    def remarks(self) -> str:
+        """Return what was noticed of connections that were dropped, as the end of a sentence; empty for none."""
+        found = self._remarks + ([] if self._door is None else self._door.remarks())
+        return "".join(f"; {remark}" for remark in found)
+
     def tell(self, message: object) -> None:
-        """Send a message to all machines."""
+        """Send a message to all machines. Raises `InvalidTransfer` for what JSON cannot hold."""
+        body = encode(message)
         for link in list(self._links.values()):
-            link.send(message)
+            link.send_body(body)
         if any(link.has_unsent() for link in list(self._links.values())):
             self._wake()
+
+    def keep(self, key: str, value: str) -> None:
+        """Put an entry into the store in which gloo's groups meet, on all machines."""
+        with self._changed:
+            self.kept[key] = value
+            self._changed.notify_all()
+        self.tell(["put", key, value])
 
     def exchange(self, value: object, channel: int = 0) -> list[Any]:
         """Send a JSON value to all machines; return one from each, in the order of ranks."""
@@ -168,6 +226,7 @@ class Control:
 
     def give_up(self, rank: int, why: str) -> None:
         """Declare a machine lost, on this and all other machines; only the first declaration counts."""
+        why = why if len(why) < _MOST_TEXT else f"{why[:_MOST_TEXT]} ..."
         self._end_with(MachineLost(rank, why), tell=["lost", rank, why])
 
     def refuse(self, why: str) -> None:
@@ -197,6 +256,11 @@ class Control:
             if thread is not None and thread.is_alive():
                 thread.join()
 
+    def dispose(self) -> None:
+        """Close what was opened here, if the thread never started."""
+        self._has_ended = True
+        self._shut()
+
     def _end_with(self, error: DistError, tell: object) -> None:
         with self._changed:
             if self._error is not None or self._has_ended:
@@ -224,17 +288,39 @@ class Control:
     # The thread
 
     def _run(self) -> None:
+        try:
+            self._serve_until_the_end()
+        except BaseException as error:
+            # Nobody would notice: without this thread no call ends.
+            _LOG.exception("the thread of heartbeats failed")
+            self.give_up(self.rank, f"its thread of heartbeats failed: {type(error).__name__}: {error}")
+        finally:
+            self._shut()
+
+    def _serve_until_the_end(self) -> None:
         beat_at = time.monotonic()
         while not self._has_ended:
             for link in list(self._links.values()):
                 self._select_events(link)
-            self._serve_all(beat_at - time.monotonic())
+            is_crowded = self._door is not None and self._door.is_busy
+            self._serve_all(min(beat_at - time.monotonic(), _CROWDED_S if is_crowded else self._beat_s))
             now = time.monotonic()
             if now >= beat_at:
                 self._beat()
                 beat_at = now + self._beat_s
             self._give_up_silent()
-        self._shut()
+            self._look_after_door()
+
+    def _look_after_door(self) -> None:
+        if self._door is None:
+            return
+        if self.missing() and self._error is None:
+            self._door.sweep()
+        else:
+            # Nobody else may come now, so nobody else takes files or time.
+            self._remarks += self._door.remarks()
+            door, self._door = self._door, None
+            door.close()
 
     def _serve_all(self, seconds: float) -> None:
         for key, mask in self._selector.select(max(0.0, seconds)):
@@ -268,18 +354,33 @@ class Control:
         links = [(rank, now - link.heard_s) for rank, link in list(self._links.items()) if rank not in self._left]
         return [(rank, seconds) for rank, seconds in links if seconds > limit_s]
 
-    def _serve(self, data: Link | socket.socket | None, mask: int) -> None:
+    def _serve(self, data: Link | Unknown | Door | None, mask: int) -> None:
         if data is None:
-            self._woken.recv(4096)
-        elif isinstance(data, socket.socket):
-            self._accept(data)
+            with suppress(BlockingIOError):
+                self._woken.recv(4096)
+        elif isinstance(data, Door):
+            data.accept()
+        elif isinstance(data, Unknown):
+            self._serve_unknown(data)
         else:
             self._serve_link(data, mask)
 
-    def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):
-            sock, _ = listener.accept()
-            self._selector.register(sock, selectors.EVENT_READ, Link(sock))
+    def _serve_unknown(self, unknown: Unknown) -> None:
+        # An earlier one of the same round may have ended the opening.
+        if (door := self._door) is None or not door.knows(unknown):
+            return
+        link: Link | None = None
+        try:
+            for link, message in door.read(unknown, self.secret, self.run):
+                if link.rank is not None:
+                    self._handle(link, message)
+                elif not self._greet(door, unknown, link, message):
+                    return
+        except Exception as error:
+            if link is None or link.rank is None:
+                door.drop(unknown, f"it did not introduce itself ({type(error).__name__})")
+            else:
+                self._drop_link(link, _fault(error))
 
     def _serve_link(self, link: Link, mask: int) -> None:
         if mask & selectors.EVENT_WRITE:
@@ -287,87 +388,120 @@ class Control:
         if not mask & selectors.EVENT_READ:
             return
         try:
-            messages = link.read()
+            for message in link.read():
+                self._handle(link, message)
         except BlockingIOError:
             return
-        except (OSError, ValueError):
-            self._drop_link(link)
-            return
-        for message in messages:
-            self._handle(link, message)
+        except Exception as error:
+            self._drop_link(link, _fault(error))
 
-    def _drop_link(self, link: Link) -> None:
+    def _drop_link(self, link: Link, why: str) -> None:
+        # First, so that this machine learns why it is given up, if it still can.
+        if link.rank is not None and link.rank not in self._left:
+            self.give_up(link.rank, why)
         with suppress(KeyError):
             self._selector.unregister(link.socket)
         link.close()
-        if link.rank is not None and link.rank not in self._left:
-            self.give_up(link.rank, ENDED)
 
-    def _handle(self, link: Link, message: Any) -> None:
-        if link.rank is None:
-            self._greet(link, message)
-            return
-        kind, *rest = message
-        with self._changed:
-            if kind == "say":
-                self._queue(link.rank, rest[0]).append(rest[1])
-            elif kind == "bye":
-                self._left[link.rank] = time.monotonic()
-            elif kind == "roster":
-                self.roster = rest[0]
-            self._changed.notify_all()
-        if kind == "lost":
-            self._hear_of_loss(*rest)
-        elif kind == "refused":
-            self.refuse(rest[0])
+    def _handle(self, link: Link, found: Any) -> None:
+        assert link.rank is not None
+        message = parsed(found)
+        if isinstance(message, Lost) and message.rank < self.size:
+            self._hear_of_loss(message.rank, message.why)
+        elif isinstance(message, Refused):
+            self.refuse(message.why)
+        else:
+            with self._changed:
+                self._note(link.rank, message)
+                self._changed.notify_all()
+
+    def _note(self, rank: int, message: Message) -> None:
+        match message:
+            case Say(channel, value):
+                self._queue(rank, channel).append(value)
+            case Put(key, value):
+                self.kept[key] = value
+            case Bye():
+                self._left[rank] = time.monotonic()
+            case Roster(places):
+                self.roster = places
+            case _:
+                raise ValueError(f"not a message of a machine that is known: {reprlib.repr(message)}")
 
     def _hear_of_loss(self, rank: int, why: str) -> None:
         self.give_up(rank, f"the other machines gave this one up: {why}" if rank == self.rank else why)
 
-    def _greet(self, link: Link, message: Any) -> None:
-        if (
-            not isinstance(message, list)
-            or len(cast(list[Any], message)) != 5
-            or message[:2] != ["hello", self.token]
-        ):
-            self._drop_link(link)  # not one of our machines, or it has read the address of an earlier start
-            return
+    def _greet(self, door: Door, unknown: Unknown, link: Link, message: Any) -> bool:
+        """Admit or refuse a connection that has introduced itself; return whether it was admitted."""
+        hello = parsed(message)
+        if not isinstance(hello, Hello):
+            raise ValueError("not a hello")
         if self._left or self._error is not None:
-            self._drop_link(link)  # a machine that is opening again already
-            return
-        rank, size, port = (int(value) for value in cast(list[Any], message)[2:])
-        if size != self.size or not 0 <= rank < size or rank == self.rank or rank in self._links:
-            refused = ["refused", _refusal(rank, size, self.rank, self.size)]
-            link.send(refused)
-            self._drop_link(link)
-            self._end_with(Disagreement(refused[1]), tell=refused)
-            return
-        link.rank = rank
-        self._addresses[rank] = [link.socket.getpeername()[0], port]
-        link.send(["welcome"])
-        self._admit(link, rank)
+            door.drop(unknown, "it came after the end")  # a machine that is opening again already
+            return False
+        if (why := self._refusal(hello)) is not None:
+            link.send(["refused", why])
+            door.drop(unknown, why)
+            self._end_with(Disagreement(why), tell=["refused", why])
+            return False
+        link.rank = hello.rank
+        self._hellos[hello.rank] = hello
+        self._addresses[hello.rank] = (hello.address or unknown.address, hello.port)
+        link.send(["welcome", self.rank])
+        door.admit(unknown)
+        self._admit(link, hello.rank)
+        return True
+
+    def _refusal(self, hello: Hello) -> str | None:
+        """Return why a machine cannot take part; None if it can."""
+        rank, size = hello.rank, hello.size
+        if size != self.size:
+            return (
+                f"rank {rank} was started as one of {size} machines, but rank {self.rank} as one of {self.size}; "
+                f"all need the same WORLD_SIZE (torchrun's --nnodes times --nproc-per-node){_OR_TWO_JOBS}"
+            )
+        if not 0 <= rank < size:
+            return outside(rank, size, hello.process)
+        first = _process() if rank == self.rank else self._hellos[rank].process if rank in self._hellos else None
+        if first is not None:
+            return (
+                f"rank {rank} was started twice, as {first} and as {hello.process}; each machine needs a rank of "
+                f"its own (torchrun's --node-rank){_OR_TWO_JOBS}"
+            )
+        return None
 
     def _shut(self) -> None:
+        if self._door is not None:
+            self._remarks += self._door.remarks()
+            door, self._door = self._door, None
+            door.close()
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, Link):
                 key.data.close()
-            elif key.data is not None:
-                key.fileobj.close()  # type: ignore[union-attr] # the listener
         self._selector.close()
         self._wakes.close()
         self._woken.close()
 
 
-def _is_readable(sock: socket.socket, seconds: float) -> bool:
-    poll = select.poll()  # `select.select` takes no more than 1024 files
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(max(0.0, 1000 * seconds)))
+def _process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"[:200]
 
 
-def _refusal(rank: int, size: int, own_rank: int, own_size: int) -> str:
-    if size != own_size:
-        return f"rank {rank} was started as one of {size} machines, but rank {own_rank} as one of {own_size}"
-    return f"rank {rank} was started twice; each machine needs a different rank"
+def _fault(error: Exception) -> str:
+    """Return why a machine is lost whose link ended with an error."""
+    if isinstance(error, Forged):
+        return f"its connection carried {error}: somebody changed or added to what it sent"
+    if isinstance(error, OSError):
+        return ENDED
+    return f"it sent what is no message ({type(error).__name__}: {reprlib.repr(str(error))})"
+
+
+def outside(rank: int, size: int, process: str) -> str:
+    """Return the words for a rank that does not exist."""
+    return (
+        f"a machine ({process}) was started as rank {rank}, but {size} machines (WORLD_SIZE) have the ranks 0 to "
+        f"{size - 1}; give it one of these (torchrun's --node-rank)"
+    )
 
 
 def _again(error: DistError) -> DistError:

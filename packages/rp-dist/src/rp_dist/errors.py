@@ -1,10 +1,13 @@
 """The errors of rp_dist.
 
-DistError
-  ├── MachineLost      (RuntimeError)  a machine died, hangs, lost its link, failed or left; `rank` is its number
-  ├── Disagreement     (RuntimeError)  machines that should run the same do not; the message says what and where
-  ├── InvalidTransfer  (ValueError)    a block, rank or tag that cannot be transferred
-  └── Closed           (RuntimeError)  a call after `close`
+::
+
+    DistError
+    ├── MachineLost      (RuntimeError)  a machine died, hangs, lost its link, failed or left; `rank` is its number
+    ├── Disagreement     (RuntimeError)  machines that should run the same do not; the message says what and where
+    ├── InvalidTransfer  (ValueError)    a block, rank or tag that cannot be transferred
+    ├── InvalidSecret    (ValueError)    a secret that is too short, or that others may read
+    └── Closed           (RuntimeError)  a call after `close`
 """
 
 from __future__ import annotations
@@ -39,6 +42,10 @@ class Disagreement(DistError, RuntimeError):
 
 class InvalidTransfer(DistError, ValueError):
     """A block, rank or tag that cannot be transferred; the message says what is wanted."""
+
+
+class InvalidSecret(DistError, ValueError):
+    """A secret that proves nothing: too short, or in a file that others may use; the message says what to do."""
 
 
 class Closed(DistError, RuntimeError):

@@ -12,19 +12,19 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rp_dist.agreement import MOST_NAMED, Fact, differences
 from rp_dist.blocks import link
-from rp_dist.blocks.lanes import Lane
 from rp_dist.blocks.reducer import Reducer, Reduction
 from rp_dist.blocks.sums import sum_dtype
+from rp_dist.blocks.transfer_queue import TransferQueue
 from rp_dist.blocks.wire import GATHER, PASS, REDUCE, Posted, Wire, slot
 from rp_dist.blocks.work import Work
 from rp_dist.control import Control
 from rp_dist.errors import Closed, Disagreement, DistError, InvalidTransfer
-from rp_dist.opening import Opening, Place
+from rp_dist.opening.membership import Membership
+from rp_dist.opening.opening import Opening
 
 CHUNK_BYTES = 4 << 20
 _BUFFER_BYTES = 128 << 20
@@ -48,19 +48,16 @@ class Machines:
     one machine. `sent_bytes`, `received_bytes`: bytes of blocks since opening.
     """
 
-    def __init__(
-        self, control: Control, wire: Wire, link_gb_s: float, chunk_bytes: int, makes_default: bool
-    ) -> None:
+    def __init__(self, control: Control, wire: Wire, link_gb_s: float, chunk_bytes: int) -> None:
         self.rank, self.size = control.rank, control.size
         self.link_gb_s = link_gb_s
         self._control, self._wire = control, wire
         self._chunk_bytes = chunk_bytes
-        self._makes_default = makes_default
         self._is_closed = False
         self._sent_before, self._received_before = wire.sent_bytes, wire.received_bytes
         control.on_loss = wire.abort
         # Separate lanes, so that outgoing copies do not wait for incoming ones.
-        self._lanes = {name: Lane(name, wire) for name in ("send", "give", "gather", "pass")}
+        self._lanes = {name: TransferQueue(name, wire) for name in ("send", "give", "gather", "pass")}
         others = max(1, self.size - 1)
         count = max(2, min(2 * len(wire.groups), _BUFFER_BYTES // (others * chunk_bytes)))
         self._reducer = Reducer(wire, chunk_bytes, count)
@@ -94,8 +91,7 @@ class Machines:
                 "timeout_s must be > 0, chunk_bytes >= 8 and connections >= 1, but they are "
                 f"{timeout_s}, {chunk_bytes} and {connections} instead"
             )
-        opening = Opening(Place.found(), timeout_s)
-        makes_default = not dist.is_initialized()
+        opening = Opening(Membership.found(), timeout_s)
         control = opening.meet()
         wire = Wire([], control, patience_s)
         control.on_loss, control.waited_s, control.patience_s = wire.abort, wire.waited_s, patience_s
@@ -107,7 +103,7 @@ class Machines:
         try:
             _agree(control, {**settings, "torch": str(torch.__version__).split("+")[0]})
             rate = _connect(opening, wire, connections)
-            return cls(control, wire, rate, chunk_bytes, makes_default)
+            return cls(control, wire, rate, chunk_bytes)
         except BaseException as error:
             control.fail(f"{type(error).__name__}: {error}")
             wire.abort()
@@ -203,7 +199,9 @@ class Machines:
             return self._finished_if_empty(Work(self._control.raise_error), block[:0])
         return self._copy(self._lanes["pass"], PASS, block, source, [target] if self.rank == source else [], tag)
 
-    def _copy(self, lane: Lane, kind: int, block: Tensor, source: int, targets: list[int], tag: int) -> Work:
+    def _copy(
+        self, lane: TransferQueue, kind: int, block: Tensor, source: int, targets: list[int], tag: int
+    ) -> Work:
         work = Work(self._control.raise_error)
         gloo_tag = slot(kind, tag, block.nbytes)
         pieces = _pieces(block, self._piece(block))
@@ -284,8 +282,6 @@ class Machines:
         self._control.end()
         self._drain(_STUCK_S)
         self._wire.close()
-        if self._makes_default and dist.is_initialized():
-            dist.destroy_process_group()
 
     def __enter__(self) -> Self:
         return self

@@ -20,6 +20,7 @@ from rp_optim.optimizers.adam import Adam, AdamW
 from rp_optim.optimizers.lion import Lion
 from rp_optim.optimizers.muon import Muon
 from rp_optim.optimizers.muon_groups import muon_groups
+from rp_optim.optimizers.named import OPTIMIZERS
 from rp_optim.optimizers.sgd import SGD
 from rp_optim.optimizers.state_size import state_bytes
 from rp_optim.pair import GradientPair
@@ -30,6 +31,7 @@ from rp_optim.worker import OptimizerThread
 __version__ = "0.1.0"
 
 __all__ = [
+    "OPTIMIZERS",
     "SGD",
     "UNCHANGED",
     "Adafactor",

@@ -1,13 +1,15 @@
 """The errors of rp_optim.
 
-OptimError
-  ├── InvalidParameter   (ValueError)    a parameter, gradient, weight or state tensor that is not supported
-  ├── InvalidOption      (ValueError)    an option out of range, or unsupported on the host
-  ├── InvalidLink        (ValueError)    a master that cannot be linked, unlinked or saved in its state
-  ├── NonFiniteGradients (RuntimeError)  the gradients' norm is not finite, and `error_if_nonfinite` was set
-  ├── ScalerMisuse       (RuntimeError)  methods of a gradient scaler called in an invalid order
-  ├── WrongThread        (RuntimeError)  a method called on a thread that must not call it
-  └── KernelUnavailable  (RuntimeError)  the requested kernel does not run on this machine
+::
+
+    OptimError
+    ├── InvalidParameter   (ValueError)    a parameter, gradient, weight or state tensor that is not supported
+    ├── InvalidOption      (ValueError)    an option out of range, or unsupported on the host
+    ├── InvalidLink        (ValueError)    a master that cannot be linked, unlinked or saved in its state
+    ├── NonFiniteGradients (RuntimeError)  the gradients' norm is not finite, and `error_if_nonfinite` was set
+    ├── ScalerMisuse       (RuntimeError)  methods of a gradient scaler called in an invalid order
+    ├── WrongThread        (RuntimeError)  a method called on a thread that must not call it
+    └── KernelUnavailable  (RuntimeError)  the requested kernel does not run on this machine
 """
 
 

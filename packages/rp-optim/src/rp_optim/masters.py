@@ -42,7 +42,7 @@ class Ready(Protocol):
 
 
 @dataclass(slots=True)
-class Link:
+class MasterLink:
     """The callables that one master is linked to, and the state of its gradient.
 
     `gradient_in`: "source" if the gradient is the linked tensor times `factor`; "grad" if it is the master's own
@@ -101,7 +101,7 @@ class Master(torch.nn.Parameter):
     tensor([1., 1.])
     """
 
-    _link: Link | None = None
+    _link: MasterLink | None = None
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -193,7 +193,7 @@ def own_data(tensor: torch.Tensor) -> torch.Tensor:
     return _OWN_DATA.__get__(tensor)
 
 
-def source_link(parameter: torch.Tensor) -> Link | None:
+def source_link(parameter: torch.Tensor) -> MasterLink | None:
     """Return the link of a master whose gradient is the linked tensor; None if it is ``.grad``, or without a link.
 
     Autograd adds to torch's own ``.grad``, not to the property of `Master`. If it has, this waits for the linked
@@ -296,7 +296,7 @@ def link(
         raise InvalidLink(
             "the master has a gradient of its own, which the linked one would hide; set .grad to None first"
         )
-    made = Link(gradients, weights, ready, written, share, turn, stepped)
+    made = MasterLink(gradients, weights, ready, written, share, turn, stepped)
     made.thread = threading.get_ident() if only_here else None
     master._link = made  # pyright: ignore[reportPrivateUsage]
 
@@ -322,11 +322,11 @@ def unlink(master: torch.Tensor) -> torch.Tensor | _Unchanged | None:
         master.grad = None
 
 
-def link_of(parameter: torch.Tensor) -> Link | None:
+def link_of(parameter: torch.Tensor) -> MasterLink | None:
     """Return the link of a parameter; None if it is no master, not linked, or linked for another thread only."""
     # Not isinstance(), which the metaclass of torch's parameters answers in Python; so its type is not known here.
     master: Any = parameter
-    found: Link | None = master._link if issubclass(type(master), Master) else None
+    found: MasterLink | None = master._link if issubclass(type(master), Master) else None
     return found if found is None or found.thread in (None, threading.get_ident()) else None
 
 

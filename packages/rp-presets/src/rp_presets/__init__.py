@@ -1,8 +1,12 @@
 """Convert Hugging Face models to `nn.Sequential` rows of layers."""
 
 from rp_presets.convert import to_sequential
-from rp_presets.errors import NotARow, UnknownLoss, UnsupportedModel
-from rp_presets.loading import checkpoint_bytes, load_pretrained
+from rp_presets.errors import DamagedFile, NotARow, UnknownLoss, UnsupportedModel
+from rp_presets.files.checked import check_checkpoint, check_tokenizer
+from rp_presets.files.faults import brief
+from rp_presets.files.folders import check_config, check_folder
+from rp_presets.files.whole import read_object, special_kind
+from rp_presets.loading import checkpoint_bytes, load_pretrained, unasked
 from rp_presets.losses import LazyLogits, OwnLoss, OwnLosses, Share, causal_lm_loss, lazy_logits, observe_loss
 from rp_presets.observing.candidates import lists_of_layers
 from rp_presets.packed import StoredPacked, load_packed, packed_kind
@@ -12,6 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Conversion",
+    "DamagedFile",
     "LazyLogits",
     "NotARow",
     "OwnLoss",
@@ -22,7 +27,12 @@ __all__ = [
     "UnknownLoss",
     "UnsupportedModel",
     "__version__",
+    "brief",
     "causal_lm_loss",
+    "check_checkpoint",
+    "check_config",
+    "check_folder",
+    "check_tokenizer",
     "checkpoint_bytes",
     "lazy_logits",
     "lists_of_layers",
@@ -30,8 +40,11 @@ __all__ = [
     "load_pretrained",
     "observe_loss",
     "packed_kind",
+    "read_object",
     "saved_layout",
     "saves_itself",
+    "special_kind",
     "to_sequential",
+    "unasked",
     "write_configuration",
 ]

@@ -68,7 +68,7 @@ def _int8(tensors: dict[str, torch.Tensor], name: str) -> Parts:
 
 def _nf4(tensors: dict[str, torch.Tensor], name: str) -> Parts:
     key = next(key for key in tensors if key.startswith(name + _STATE))
-    state: Mapping[str, Any] = json.loads(bytes(cast("list[int]", tensors.pop(key).tolist())))  # pyright: ignore[reportUnknownMemberType]
+    state = _state(name, tensors.pop(key))
     if (state["quant_type"], state["blocksize"]) != ("nf4", _NF4_BLOCK):
         raise ValueError(
             f"{name} is stored as {state['quant_type']} with blocks of {state['blocksize']}, which is not read: "
@@ -80,6 +80,20 @@ def _nf4(tensors: dict[str, torch.Tensor], name: str) -> Parts:
     if "nested_blocksize" in state:
         scales = _unpacked_scales(tensors, name, scales, state)
     return codes.reshape(-1).view(torch.uint8), scales.to(torch.float32), tuple(state["shape"])
+
+
+def _state(name: str, stored: torch.Tensor) -> Mapping[str, Any]:
+    """Return what bitsandbytes tells of a weight, in JSON."""
+    try:
+        state: Any = json.loads(bytes(cast("list[int]", stored.tolist())))  # pyright: ignore[reportUnknownMemberType]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"what is stored of the weight {name} cannot be read ({error}); download it again"
+        ) from error
+    needed = ("quant_type", "blocksize", "shape")
+    if not isinstance(state, dict) or any(key not in state for key in needed):
+        raise ValueError(f"what is stored of the weight {name} must have {', '.join(needed)}; download it again")
+    return cast("dict[str, Any]", state)
 
 
 def _unpacked_scales(

@@ -19,7 +19,7 @@ from rp_presets.rows.arguments import names_of
 from rp_presets.rows.capture import Hooks
 from rp_presets.rows.glue import Epilogue, Interlude, Prologue
 from rp_presets.rows.layer import Layer
-from rp_presets.rows.layout import Layout
+from rp_presets.rows.layout import RowLayout
 from rp_presets.rows.skeleton import children_of
 from rp_presets.tracing import hide_from_other_threads
 
@@ -102,7 +102,7 @@ def to_sequential(model: nn.Module, *, example_inputs: Mapping[str, Any] | None 
 
 def _layout(
     model: nn.Module, lists: Mapping[str, nn.ModuleList], inputs: dict[str, Any], hooks: Hooks
-) -> tuple[Layout, list[Seen]]:
+) -> tuple[RowLayout, list[Seen]]:
     """Observe the model. Lists that are not rows, except the largest, count as code around the others."""
     refused: dict[str, str] = {}
     while True:
@@ -123,7 +123,7 @@ def _layout(
 
 def _observed(
     model: nn.Module, chosen: Mapping[str, list[nn.Module]], inputs: dict[str, Any], hooks: Hooks
-) -> tuple[Layout, list[Seen]]:
+) -> tuple[RowLayout, list[Seen]]:
     cache = _takes_cache(model, spine_of(chosen))
     arguments = {**inputs, **({"use_cache": False} if cache else {})}
     trace = Trace(model, chosen, spine_of(chosen), hooks)
@@ -144,7 +144,7 @@ def _takes_cache(model: nn.Module, spine: frozenset[str]) -> bool:
     )
 
 
-def _row(model: nn.Module, layout: Layout) -> list[nn.Module]:
+def _row(model: nn.Module, layout: RowLayout) -> list[nn.Module]:
     layers: list[nn.Module] = [Prologue(model, layout)]
     for number, segment in enumerate(layout.segments):
         if number:

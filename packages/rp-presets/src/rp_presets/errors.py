@@ -1,4 +1,4 @@
-"""The errors for models and losses that cannot be used."""
+"""The errors for models, files and losses that cannot be used."""
 
 
 class UnsupportedModel(NotImplementedError):
@@ -30,5 +30,14 @@ class UnknownLoss(NotImplementedError):
 
     >>> from rp_presets import UnknownLoss
     >>> issubclass(UnknownLoss, NotImplementedError)
+    True
+    """
+
+
+class DamagedFile(ValueError):
+    """A file of a checkpoint or tokenizer is not what it should be; the message names it, and says what to do.
+
+    >>> from rp_presets import DamagedFile
+    >>> issubclass(DamagedFile, ValueError)
     True
     """

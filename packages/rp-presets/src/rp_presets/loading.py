@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Generator, Mapping
@@ -12,6 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from rp_presets.files.checked import check_checkpoint, weight_files
+from rp_presets.files.faults import explained
+from rp_presets.files.folders import check_folder, read_config
+from rp_presets.files.whole import read_header
 
 _LATER = "load the model with transformers' own from_pretrained, then call wrap_model_to_roundpipe"
 _DEVICES = "weights stay in host memory, and a Runtime chooses the devices; omit it"
@@ -26,6 +30,7 @@ _REFUSED: Mapping[str, str] = {
     "disable_mmap": "without memory mapping the weights are in memory twice; omit it",
     "output_loading_info": "missing and unexpected keys are logged, as transformers does; omit it",
 }
+_SAFE = ("trust_remote_code", "use_safetensors", "local_files_only")
 
 
 def load_pretrained(
@@ -39,7 +44,8 @@ def load_pretrained(
         options: options of its `from_pretrained`, such as `dtype`.
 
     Transformers does everything: it renames, fuses, ties and casts weights, and reports missing and unexpected
-    keys. The calling thread reads the tensors one by one.
+    keys. The calling thread reads the tensors one by one. Code of the checkpoint runs only if the options have
+    ``trust_remote_code=True``; transformers' question whether to run it is answered with no.
 
     >>> from tempfile import TemporaryDirectory
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -55,13 +61,30 @@ def load_pretrained(
         NotADirectoryError: there is no such directory.
         FileNotFoundError: it has no safetensors files.
         TypeError: `model_class` has no `from_pretrained`, or the model does not take an option.
-        ValueError: an option or the checkpoint needs an unsupported feature; the message says what to do.
+        ValueError: an option or the checkpoint needs an unsupported feature, or the checkpoint has what is not
+            read, such as pickles; the message says what to do.
+        DamagedFile: a `ValueError` for a file that is cut, empty or of another kind, or does not fit the others.
     """
     loader = check_loading(directory, model_class, options)
-    with one_by_one():
+    rest = {name: value for name, value in options.items() if name not in _SAFE}
+    trusted = is_trusted(options)
+    with one_by_one(), unasked(is_trusted=trusted), explained(directory, loader, options):
         return loader.from_pretrained(
-            os.fspath(directory), **{**options, "use_safetensors": True, "local_files_only": True}
+            os.fspath(directory),
+            trust_remote_code=trusted,
+            use_safetensors=True,
+            local_files_only=True,
+            **rest,
         )
+
+
+def is_trusted(options: Mapping[str, Any]) -> bool:
+    """Return whether options of `from_pretrained` let a checkpoint's code run. Only True itself does.
+
+    >>> is_trusted({"trust_remote_code": None}), is_trusted({"trust_remote_code": True})
+    (False, True)
+    """
+    return options.get("trust_remote_code") is True
 
 
 def checkpoint_bytes(
@@ -84,24 +107,7 @@ def checkpoint_bytes(
     (29, 17)
     """
     folder = Path(directory) / subfolder
-    return sum(_nbytes(tensor, dtype) for file in weight_files(folder) for tensor in _tensors_in(file))
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the files that transformers reads. Other files may hold the same weights under other names."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return sorted({folder / name for name in names.values()})
-    whole = folder / "model.safetensors"
-    return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
-
-
-def _tensors_in(file: Path) -> list[Mapping[str, Any]]:
-    # The file begins with the header's length in 8 bytes, little-endian, and the header in JSON.
-    with file.open("rb") as opened:
-        header: Mapping[str, Mapping[str, Any]] = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    return [tensor for name, tensor in header.items() if name != "__metadata__"]
+    return sum(_nbytes(tensor, dtype) for file in weight_files(folder) for tensor in read_header(file).values())
 
 
 def _nbytes(tensor: Mapping[str, Any], dtype: torch.dtype | None) -> int:
@@ -121,6 +127,9 @@ def check_loading(
     _check_options(options)
     folder, subfolder = Path(directory), str(options.get("subfolder") or "")
     _check_checkpoint(folder, directory, subfolder)
+    for part in {folder, folder / subfolder}:
+        check_folder(part, trust_remote_code=is_trusted(options))
+    check_checkpoint(folder / subfolder)
     if not may_be_packed and read_config(folder / subfolder).get("quantization_config"):
         raise ValueError(
             f"{directory} is quantized according to its config.json: pass pack='stored' to "
@@ -169,10 +178,35 @@ def _check_checkpoint(directory: Path, given: object, subfolder: str) -> None:
         )
 
 
-def read_config(directory: Path) -> Mapping[str, Any]:
-    """Return the content of a checkpoint's ``config.json``; empty if there is none."""
-    file = directory / "config.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+@contextmanager
+def unasked(*, is_trusted: bool = False) -> Generator[None]:
+    """Inside the context transformers refuses a folder's code where it would ask the user whether to run it.
+
+    All calls say that code is not trusted, but some of transformers' classes load others without passing that on.
+
+    >>> from transformers.dynamic_module_utils import resolve_trust_remote_code
+    >>> with unasked():
+    ...     try:
+    ...         resolve_trust_remote_code(None, "folder", has_local_code=False, has_remote_code=True)
+    ...     except ValueError:
+    ...         print("refused")
+    refused
+
+    `is_trusted`: do nothing.
+    """
+    if is_trusted:
+        yield
+        return
+    from transformers import dynamic_module_utils
+
+    # Transformers' own switch for machines on which nobody could answer; it belongs to the whole process.
+    name = "TIME_OUT_REMOTE_CODE"
+    before = getattr(dynamic_module_utils, name)
+    setattr(dynamic_module_utils, name, 0)
+    try:
+        yield
+    finally:
+        setattr(dynamic_module_utils, name, before)
 
 
 @contextmanager

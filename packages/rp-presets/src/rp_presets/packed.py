@@ -14,12 +14,18 @@ import torch
 from torch import nn
 
 from rp_presets.bitsandbytes import bitsandbytes_kind, take_int8, take_nf4, taken
-from rp_presets.loading import check_loading, one_by_one, read_config, weight_files
+from rp_presets.errors import DamagedFile
+from rp_presets.files.checked import weight_files
+from rp_presets.files.faults import explained
+from rp_presets.files.folders import read_config
+from rp_presets.loading import check_loading, is_trusted, one_by_one, unasked
 
 _FP8_BLOCK = [128, 128]
 _SCALE = "_scale_inv"
 # Options that are not passed to the model.
-_OWN = frozenset({"config", "dtype", "torch_dtype", "subfolder"})
+_OWN = frozenset(
+    {"config", "dtype", "torch_dtype", "subfolder", "trust_remote_code", "use_safetensors", "local_files_only"}
+)
 _BLOCKS, _SCALES = "_blocks", "_scales"
 # The names in FP8 checkpoints of expert weights that models stack.
 _EXPERT = re.compile(r"(?P<stack>.*\.experts)\.(?P<number>\d+)\.(?P<own>gate|up|down)_proj\.weight")
@@ -66,17 +72,34 @@ def load_packed(
     kind = packed_kind(folder)
     if kind is None:
         raise ValueError(f"{directory} has no packed weights: its config.json has no quantization_config")
-    config, rest = _plain_config(folder, options)
-    meta = _on_meta(loader, config, options)
+    with explained(directory, loader, options):
+        return _loaded(directory, folder, kind, loader, options)
+
+
+def _loaded(
+    directory: str | os.PathLike[str], folder: Path, kind: StoredFormat, loader: Any, options: Mapping[str, Any]
+) -> tuple[nn.Module, dict[str, StoredPacked]]:
+    with unasked(is_trusted=is_trusted(options)):
+        config, rest = _plain_config(folder, options)
+        meta = _on_meta(loader, config, options)
     shapes = {name: one.shape for name, one in meta.named_parameters()}
     tensors = _without_ignored(_tensors(folder), meta, shapes)
     stored = _STORED[kind](tensors, shapes)
     dtype = _dtype(config, options)
     for name in stored:
         tensors[name] = torch.zeros(1, dtype=dtype).expand(shapes[name])
-    with one_by_one():
+    with one_by_one(), unasked(is_trusted=is_trusted(options)):
         maker: Any = type(meta)
-        model = maker.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **rest)
+        model = maker.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=dtype,
+            trust_remote_code=is_trusted(options),
+            use_safetensors=True,
+            local_files_only=True,
+            **rest,
+        )
     # Set the path as loading from the folder would: adapters save it.
     model.name_or_path = model.config.name_or_path = os.fspath(directory)
     _read_generation_config(model, folder)
@@ -88,9 +111,14 @@ def packed_kind(folder: Path) -> StoredFormat | None:
 
     Raises `ValueError` for a format that `load_packed` does not support.
     """
-    quantization: Any = read_config(folder).get("quantization_config")
-    if not quantization:
+    content: object = read_config(folder).get("quantization_config")
+    if not content:
         return None
+    if not isinstance(content, dict):
+        raise DamagedFile(
+            f"{folder / 'config.json'}: quantization_config must be a JSON object, but is {content!r:.100}"
+        )
+    quantization = cast("Mapping[str, Any]", content)
     method = quantization.get("quant_method")
     if method == "mxfp4":
         return "mxfp4"
@@ -121,8 +149,11 @@ def _plain_config(folder: Path, options: Mapping[str, Any]) -> tuple[Any, dict[s
     from transformers import AutoConfig  # importing transformers takes seconds
 
     loader: Any = AutoConfig
-    trust = {name: options[name] for name in ("trust_remote_code",) if name in options}
-    config = options.get("config") or loader.from_pretrained(os.fspath(folder), local_files_only=True, **trust)
+    config = options.get("config")
+    if config is None:
+        config = loader.from_pretrained(
+            os.fspath(folder), local_files_only=True, trust_remote_code=is_trusted(options)
+        )
     # Otherwise transformers would create its own modules for packed weights.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -142,10 +173,9 @@ def _without_ignored(
 
 
 def _on_meta(loader: Any, config: Any, options: Mapping[str, Any]) -> nn.Module:
-    trust = {name: options[name] for name in ("trust_remote_code",) if name in options}
     with torch.device("meta"):
         if hasattr(loader, "from_config"):
-            return loader.from_config(config, **trust)
+            return loader.from_config(config, trust_remote_code=is_trusted(options))
         return loader(config)
 
 
@@ -266,4 +296,6 @@ def _read_generation_config(model: Any, folder: Path) -> None:
     from transformers import GenerationConfig
 
     if (folder / "generation_config.json").is_file():
-        model.generation_config = cast(Any, GenerationConfig).from_pretrained(os.fspath(folder))
+        model.generation_config = cast(Any, GenerationConfig).from_pretrained(
+            os.fspath(folder), local_files_only=True
+        )

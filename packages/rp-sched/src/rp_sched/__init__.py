@@ -14,8 +14,8 @@ from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.task_kinds import Kind, TaskKind
 from rp_sched.problem.tasks import Task, check_order, order
-from rp_sched.simulation.assignment import Dealer
-from rp_sched.simulation.makespan import Course
+from rp_sched.simulation.assignment import Assigner
+from rp_sched.simulation.makespan import PricedPlan
 from rp_sched.simulation.resources import Resource
 from rp_sched.simulation.simulate import simulate, simulated_ms
 from rp_sched.simulation.stage_costs import host_bytes
@@ -23,9 +23,12 @@ from rp_sched.simulation.timeline import Idle, Reason, Span, Timeline
 
 __version__ = "0.1.0"
 
+# Their names in 0.1.0.
+Course = PricedPlan
+Dealer = Assigner
+
 __all__ = [
-    "Course",
-    "Dealer",
+    "Assigner",
     "Device",
     "Estimator",
     "Host",
@@ -40,6 +43,7 @@ __all__ = [
     "Limits",
     "Mode",
     "Plan",
+    "PricedPlan",
     "Reason",
     "Replanner",
     "Resource",

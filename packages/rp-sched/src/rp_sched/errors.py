@@ -1,11 +1,13 @@
 """The exceptions that rp_sched raises.
 
-SchedError (a ValueError)
-  ├── InvalidCost    an invalid cost or limit
-  ├── InvalidPlan    a plan that does not cover all layers, or all microbatches, exactly once
-  ├── InvalidTask    an invalid task, or text that is not a task
-  ├── InvalidOrder   a task list that runs a layer twice, never, or before its inputs exist
-  └── Infeasible     no plan is within the limits
+::
+
+    SchedError (ValueError)
+    ├── InvalidCost    an invalid cost or limit
+    ├── InvalidPlan    a plan that does not cover all layers, or all microbatches, exactly once
+    ├── InvalidTask    an invalid task, or text that is not a task
+    ├── InvalidOrder   a task list that runs a layer twice, never, or before its inputs exist
+    └── Infeasible     no plan is within the limits
 """
 
 

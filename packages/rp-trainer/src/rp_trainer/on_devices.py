@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import convert_to_fp32  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
@@ -39,6 +39,7 @@ class OnDevices(nn.Module):
         vars(self)["engine"] = engine
         vars(self)["_autocast_dtype"] = autocast_dtype
         vars(self)["_adapters"] = _Flags(engine.named_model)
+        vars(self)["_only_loss"] = False
         self.training = engine.named_model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,12 +57,31 @@ class OnDevices(nn.Module):
         with self.autocast():
             return self.engine.forward_backward(*args, **kwargs)
 
+    def loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute a loss without gradients in one call of the engine; see `RoundPipe.loss`."""
+        with self.autocast(), self._adapters.as_trained():
+            return self.engine.loss(*args, **kwargs)
+
+    @contextmanager
+    def giving_only_losses(self) -> Generator[None]:
+        """Return the loss alone from calls with labels but without gradients, inside the context.
+
+        Logits then stay on the devices. For a row of layers with a loss of its own; other models return all.
+        """
+        vars(self)["_only_loss"] = True
+        try:
+            yield
+        finally:
+            vars(self)["_only_loss"] = False
+
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(self.engine, RoundPipe):
             return self.engine(*args, **kwargs)
         names = inspect.signature(self.engine.named_model.forward).parameters
         batch = {**dict(zip(names, args, strict=False)), **kwargs}
         config = settings_for(self.engine, batch)
+        if self._only_loss and not torch.is_grad_enabled() and batch.get("labels") is not None:
+            return {"loss": self.engine.loss(input_kwargs=batch, run_config=config)}
         return self.engine(*args, **{"roundpipe_run_config": config, **kwargs})
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -131,6 +151,22 @@ class OnDevices(nn.Module):
         """Iterate the modules of the user's model, so that a module around this one has their parameters."""
         yield from self.engine.named_model.named_modules(memo, prefix, remove_duplicate)
 
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Iterate the children of the user's model."""
+        yield from self.engine.named_model.named_children()
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return the submodule of the user's model with this name; this one for the empty name."""
+        return self.engine.get_submodule(target) if target else self
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """Return the parameter of the user's model with this name."""
+        return self.engine.get_parameter(target)
+
+    def get_buffer(self, target: str) -> torch.Tensor:
+        """Return the buffer of the user's model with this name."""
+        return self.engine.get_buffer(target)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict of the user's model, with the results of all steps so far."""
         return self.engine.state_dict(*args, **kwargs)
@@ -138,6 +174,49 @@ class OnDevices(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights into the user's model."""
         return self.engine.load_state_dict(state_dict, strict, assign)
+
+    # Conversions
+
+    def to(self, *args: Any, **kwargs: Any) -> OnDevices:
+        """Return the model, whose calls run on the devices wherever it is asked to be.
+
+        Raises `RuntimeError` for a dtype other than that of its weights.
+        """
+        given = [*args, *kwargs.values()]
+        for dtype in (one.dtype if isinstance(one, torch.Tensor) else one for one in given):
+            if isinstance(dtype, torch.dtype):
+                self.engine.to(dtype)
+        return self
+
+    def cpu(self) -> OnDevices:
+        """Return the model, whose weights are on the host."""
+        return self
+
+    def float(self) -> OnDevices:
+        """Return the model if its weights are fp32; as `to`."""
+        return self.to(torch.float32)
+
+    def cuda(self, device: object = None) -> OnDevices:
+        """Return the model, whose calls run on the devices."""
+        del device
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        # What is not overridden would convert the user's own model, from which the engine takes its weights.
+        return self.engine._apply(fn, recurse)  # pyright: ignore[reportPrivateUsage] - as torch calls it
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(self._words("copied", "then copy.deepcopy"))
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(self._words("pickled or copied", "then pickle or copy"))
+
+    def _words(self, what: str, instead: str) -> str:
+        return (
+            f"{self.engine.name} runs on devices and threads, which cannot be {what}; call "
+            f"trainer.model_wrapped.engine.synchronize(), {instead} the model that the trainer was given "
+            "(trainer.model; engine.named_model of a reference)"
+        )
 
     def _get_name(self) -> str:
         # Trainer decides by this name whether its label smoother shifts labels.

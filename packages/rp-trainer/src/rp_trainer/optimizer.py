@@ -1,4 +1,4 @@
-"""`SteppedByEngine`: the optimizer in a trainer's loop, whose steps run on the optimizer's thread."""
+"""`SteppedByEngine`: the optimizer in a loop, ours or a trainer's, whose steps run on the optimizer's thread."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import roundpipe
 import torch
 from roundpipe import AutoRoundPipe, RoundPipe
+from rp_optim import NonFiniteGradients
 from rp_optim.worker import wait_for_steps
 
 from rp_trainer.refusals import refuse_clipping
@@ -22,10 +23,14 @@ _Settings = list[dict[str, Any]]
 
 @dataclass(slots=True)
 class _Clipping:
-    """The clipping of one step: limits of the norm and of each value (None: no limit), and the measured norm."""
+    """The clipping of one step: limits of the norm and of each value (None: no limit), and the measured norm.
+
+    `error`: raised if the norm is not finite; None: it scales all the same.
+    """
 
     max_norm: float | None = None
     max_value: float | None = None
+    error: Exception | None = None
     norm: Future[float] = field(default_factory=Future[float])
 
 
@@ -63,8 +68,10 @@ class SteppedByEngine(torch.optim.Optimizer):
 
     # Calls of a trainer's loop before the step
 
-    def clip_at_next_step(self, max_norm: float) -> torch.Tensor | None:
+    def clip_at_next_step(self, max_norm: float, *, error: Exception | None = None) -> torch.Tensor | None:
         """Make the next step scale its gradients to a norm of at most `max_norm`. Infinity only measures the norm.
+
+        `error`: what the step raises, and changes no weight, if the norm is not finite.
 
         Returns the norm: 0-dim, fp32, on the host. With synchronous steps it is the next step's norm, which is
         filled in when that step is over. With asynchronous steps it is the norm of the step before; None before
@@ -75,7 +82,7 @@ class SteppedByEngine(torch.optim.Optimizer):
         if self._engine.steps_in_backward:
             refuse_clipping(max_norm)
             return None
-        self._clipping.max_norm = max_norm
+        self._clipping.max_norm, self._clipping.error = max_norm, error
         if self._asynchronous:
             return self._last_norm()
         norm = torch.tensor(math.nan)
@@ -158,7 +165,7 @@ class SteppedByEngine(torch.optim.Optimizer):
     def _clip(self, clipping: _Clipping) -> None:
         clipped = self._clipped()
         if clipping.max_norm is not None:
-            clipping.norm.set_result(float(roundpipe.optim.clip_grad_norm_(clipped, clipping.max_norm)))
+            clipping.norm.set_result(_clip_norm(clipped, clipping.max_norm, clipping.error))
         if clipping.max_value is not None:
             torch.nn.utils.clip_grad_value_(clipped, clipping.max_value)
 
@@ -238,6 +245,15 @@ class SteppedByEngine(torch.optim.Optimizer):
         for one in [one for one in state if one in masters]:
             state[masters[one]] = state.pop(one)
         self._flags = _flags(self.shown.param_groups)
+
+
+def _clip_norm(clipped: Iterable[torch.nn.Parameter], max_norm: float, error: Exception | None) -> float:
+    try:
+        checks = error is not None
+        return float(roundpipe.optim.clip_grad_norm_(clipped, max_norm, error_if_nonfinite=checks))
+    except NonFiniteGradients:
+        assert error is not None
+        raise error from None
 
 
 def _fill_norm(norm: torch.Tensor, measured: Future[float]) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
+from roundpipe import AutoRoundPipe, RoundPipe, Runtime, WrapOptions, wrap_model_to_roundpipe
 from torch import nn
 
-PinMode = Any  # "alloc", "register" or "off"; `wrap_model_to_roundpipe` checks it
-MasterKind = Any  # "whole" or "split"; also checked there
 
-
-@dataclass(frozen=True)
-class RoundPipeOptions:
+@dataclass(frozen=True, slots=True)
+class RoundPipeOptions(WrapOptions):
     """Options for wrapping a trainer's model and for its steps: the trainer's argument `roundpipe`.
 
     Args:
@@ -30,24 +27,20 @@ class RoundPipeOptions:
             the next layer's gradients reuse their memory. It needs a trainer with the model's own loss,
             ``adamw_torch``, ``sgd`` or an optimizer of `roundpipe.optim`, and ``max_grad_norm=0``.
 
+    >>> from roundpipe import RoundPipeRunConfig
     >>> RoundPipeOptions(model_run_config=RoundPipeRunConfig(num_microbatch=8)).asynchronous
     False
 
-    Raises `ValueError` for ``step_in_backward=True`` with ``asynchronous=True``.
+    Raises `ValueError` for ``step_in_backward=True`` with ``asynchronous=True``, and what `roundpipe.WrapOptions`
+    raises.
     """
 
     asynchronous: bool = False
-    runtime: Runtime | None = None
-    model_run_config: RoundPipeRunConfig | None = None
-    optim_dtype: torch.dtype | None = None
-    pin_model: PinMode = "alloc"
-    compile_layers: bool | Mapping[str, Any] = False
-    double_buffer: bool | None = None
-    master: MasterKind = "whole"
-    example_inputs: Mapping[str, Any] | None = None
-    step_in_backward: bool = False
+    example_inputs: Mapping[str, Any] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        # By name: the class that slots are added to is another one than `super()` would find here.
+        WrapOptions.__post_init__(self)
         if self.step_in_backward and self.asynchronous:
             raise ValueError(
                 "step_in_backward=True updates weights in the call itself, so it does not go with "
@@ -56,19 +49,8 @@ class RoundPipeOptions:
 
     def wrap(self, model: nn.Module, name: str) -> RoundPipe | AutoRoundPipe:
         """Wrap a model. Raises what `wrap_model_to_roundpipe` raises."""
-        return wrap_model_to_roundpipe(
-            model,
-            name=name,
-            model_run_config=self.model_run_config,
-            example_inputs=self.example_inputs,
-            optim_dtype=self.optim_dtype or _master_dtype(model),
-            pin_model=self.pin_model,
-            runtime=self.runtime,
-            compile_layers=self.compile_layers,
-            double_buffer=self.double_buffer,
-            master=self.master,
-            step_in_backward=self.step_in_backward,
-        )
+        options = replace(self, optim_dtype=self.optim_dtype or _master_dtype(model))
+        return wrap_model_to_roundpipe(model, name=name, example_inputs=self.example_inputs, **options.arguments())
 
     def for_reference(self, runtime: Runtime) -> RoundPipeOptions:
         """Return these options for a second model that is not trained, on the same devices."""

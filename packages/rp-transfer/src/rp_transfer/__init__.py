@@ -8,7 +8,7 @@ Importing it opens nothing: no device, stream, thread or context.
 >>> backend.close()
 """
 
-from rp_transfer.api import Backend, Device, Event, HostUse, MemoryUse, Stream
+from rp_transfer.api import Abilities, Backend, Device, Event, HostUse, MemoryUse, Stream
 from rp_transfer.cpu.backend import CpuBackend
 from rp_transfer.errors import (
     BackendUnavailable,
@@ -24,6 +24,7 @@ from rp_transfer.memory.blocks import Group, Kind, Layout, Span, group, inner_te
 from rp_transfer.memory.files import GivingBack, MappedFiles
 from rp_transfer.memory.limits import HostLimit, host_limits, resident_bytes, tightest
 from rp_transfer.memory.pages import give_back_freed
+from rp_transfer.memory.raw import bytes_of
 from rp_transfer.order.conveyor import Conveyor
 from rp_transfer.order.retain import Retainer
 from rp_transfer.order.turns import Ticket, Turns
@@ -32,6 +33,7 @@ from rp_transfer.select import default_devices, local_processes, open_backend, p
 __version__ = "0.1.0"
 
 __all__ = [
+    "Abilities",
     "Backend",
     "BackendUnavailable",
     "Closed",
@@ -57,6 +59,7 @@ __all__ = [
     "TransferError",
     "Turns",
     "Unordered",
+    "bytes_of",
     "default_devices",
     "give_back_freed",
     "group",

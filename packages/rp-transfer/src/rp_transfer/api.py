@@ -50,6 +50,26 @@ class HostUse:
     total_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What devices of one kind do in their own way. Code asks this instead of which kind they are.
+
+    `computes_on_host`: computing takes the host's cores, and the time of the thread that launches. Then launching
+    cannot be measured apart, and what is searched for beside a call slows it. `repeats_exactly`: an operation on
+    the same values gives the same bits. `rounds_fp32`: products of fp32 numbers round them first (TF32) if torch
+    allows it. `pools_host_memory`: short-lived memory from `Backend.host_empty` comes from a pool that grows.
+
+    >>> from rp_transfer import CpuBackend
+    >>> CpuBackend().abilities.repeats_exactly
+    True
+    """
+
+    computes_on_host: bool
+    repeats_exactly: bool
+    rounds_fp32: bool
+    pools_host_memory: bool
+
+
 @runtime_checkable
 class Event(Protocol):
     """A point in a stream's work. Any thread may query it or wait for it."""
@@ -203,6 +223,11 @@ class Backend(Protocol):
     @property
     def devices(self) -> tuple[Device, ...]:
         """The devices, in the requested order."""
+        ...
+
+    @property
+    def abilities(self) -> Abilities:
+        """What the devices do in their own way."""
         ...
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype, *, short_lived: bool = False) -> torch.Tensor:

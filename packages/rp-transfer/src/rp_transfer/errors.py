@@ -7,9 +7,9 @@
     ├── Closed               the backend was closed
     ├── BackendUnavailable   the requested devices cannot be opened on this machine
     └── PinningRefused       the system refused to pin memory; handled inside this package
-    PinningWarning (RuntimeWarning)  issued once per backend when pinning is refused DeviceStringError (ValueError)
-    a malformed device string NotConforming (AssertionError)   a backend breaks the contract of `rp_transfer.api`;
-    raised by `rp_transfer.testing`
+    PinningWarning (RuntimeWarning)  pinning was refused; issued once by each backend
+    DeviceStringError (ValueError)   a malformed device string
+    NotConforming (AssertionError)   a backend breaks the contract of `rp_transfer.api`; see `rp_transfer.testing`
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rp_batch.arrays import concatenate, has_dimensions, is_array
 from rp_batch.same import differing, same
 from rp_batch.spec import Concat, Equal, First, Mean, MergeRule, Parts, Reduce, Sum
 
@@ -28,9 +29,13 @@ class Misfit(Exception):
     """Values that a rule cannot merge. Internal: `merge`, which knows the path, raises a MergeError from it."""
 
 
-def combine(rule: MergeRule, values: Sequence[Any], weights: Sequence[int]) -> Any:
-    """Merge `values`, one per part, by `rule`. `weights`: one per part, used by means."""
+def combine(
+    rule: MergeRule, values: Sequence[Any], weights: Sequence[int], sizes: Sequence[int] | None = None
+) -> Any:
+    """Merge `values`, one per part, by `rule`. `weights`: one per part, used by means. `sizes`: if known."""
     match rule:
+        case Concat(inner=True):
+            return _interleave(rule, values, sizes)
         case Concat():
             return _concatenate(rule, values)
         case Sum():
@@ -62,22 +67,52 @@ def default_rule(value: Any) -> MergeRule:
 def suits(rule: MergeRule, value: Any) -> bool:
     """Return whether a rule for a whole node applies to this leaf. If not, the leaf gets its default rule."""
     if isinstance(rule, Concat):
-        return isinstance(value, torch.Tensor) and value.dim() > 0
+        return has_dimensions(value)
     if isinstance(rule, (Sum, Mean)):
         return isinstance(value, torch.Tensor) or _is_number(value)
     return True
 
 
-def _concatenate(rule: Concat, values: Sequence[Any]) -> torch.Tensor:
+def _concatenate(rule: Concat, values: Sequence[Any]) -> Any:
+    if all(map(is_array, values)):
+        return _concatenate_arrays(rule, values)
     try:
         return torch.cat(tuple(values), rule.dim) if len(values) > 1 else _single(rule, values)
     except (RuntimeError, IndexError, TypeError) as error:
         _all_tensors(rule, values)
         if _can_concatenate(rule, values):
             raise  # for example out of memory
+        raise _unlike(rule, values) from error
+
+
+def _concatenate_arrays(rule: Concat, values: Sequence[Any]) -> Any:
+    if not _can_concatenate(rule, values):
+        raise _unlike(rule, values)
+    return concatenate(values, rule.dim) if len(values) > 1 else values[0]
+
+
+def _unlike(rule: Concat, values: Sequence[Any]) -> Misfit:
+    return Misfit(
+        f"{rule} needs parts with the same device and other dimensions, but found {_shapes(values)}; "
+        "give a spec or a function (merge_output), or keep the parts as a list with Parts"
+    )
+
+
+def _interleave(rule: Concat, values: Sequence[Any], sizes: Sequence[int] | None) -> Any:
+    """Concatenate the samples of each row: each part's dimension is (rows, samples) folded into one."""
+    if sizes is None:
+        raise Misfit(f"{rule} needs the sizes of the microbatches, but they are unknown; {_ADVICE}")
+    if not all(map(is_array, values)):
+        _all_tensors(rule, values)
+    try:
+        dim = rule.dim % values[0].ndim
+        before, after = values[0].shape[:dim], values[0].shape[dim + 1 :]
+        rows = [value.reshape(*before, -1, size, *after) for value, size in zip(values, sizes, strict=True)]
+        return _concatenate(Concat(dim + 1), rows).reshape(*before, -1, *after)
+    except (RuntimeError, ValueError, IndexError, ZeroDivisionError, Misfit) as error:
         raise Misfit(
-            f"{rule} needs parts with the same device and other dimensions, but found {_shapes(values)}; "
-            "give a spec or a function (merge_output), or keep the parts as a list with Parts"
+            f"{rule} needs parts with as many rows of samples each and the same other dimensions, but found "
+            f"{_shapes(values)} for the sizes {tuple(sizes)}; {_ADVICE}"
         ) from error
 
 
@@ -89,12 +124,16 @@ def _single(rule: Concat, values: Sequence[Any]) -> torch.Tensor:
     return values[0]
 
 
-def _can_concatenate(rule: Concat, values: Sequence[torch.Tensor]) -> bool:
+def _can_concatenate(rule: Concat, values: Sequence[Any]) -> bool:
     first = values[0]
-    if not -first.dim() <= rule.dim < first.dim() or any(value.dim() != first.dim() for value in values):
+    if not -first.ndim <= rule.dim < first.ndim or any(value.ndim != first.ndim for value in values):
         return False
-    dim = rule.dim % first.dim()
-    return len({(value.device, value.shape[:dim], value.shape[dim + 1 :]) for value in values}) == 1
+    dim = rule.dim % first.ndim
+    return len({(_device(value), value.shape[:dim], value.shape[dim + 1 :]) for value in values}) == 1
+
+
+def _device(value: Any) -> torch.device | None:
+    return value.device if isinstance(value, torch.Tensor) else None
 
 
 def _sum(rule: Sum, values: Sequence[Any]) -> Any:
@@ -177,9 +216,9 @@ def _all_numbers(rule: MergeRule, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _shapes(values: Sequence[Any]) -> str:
-    several = len({value.device for value in values}) > 1
+    several = len(set(map(_device, values))) > 1
     return ", ".join(
-        f"{tuple(value.shape)} {value.dtype}{f' on {value.device}' if several else ''}".replace("torch.", "")
+        f"{tuple(value.shape)} {value.dtype}{f' on {_device(value)}' if several else ''}".replace("torch.", "")
         for value in values
     )
 

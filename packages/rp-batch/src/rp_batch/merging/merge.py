@@ -34,9 +34,11 @@ def merge(
     function that takes the list of parts and returns the whole. The spec that `infer` returns for a call undoes
     the split of that call. `sizes`: the microbatch sizes, the weights of averages; by default `parts.sizes` if
     `parts` is a `Parts` that has them, else equal weights. `name`: the root of paths in errors. If there is only
-    one part, its tensors are not copied.
+    one part, its tensors are not copied; without a spec it is the whole itself.
     """
     _check_parts(parts, name)
+    if spec is None and len(parts) == 1:
+        return parts[0]
     if specs.is_function(spec):
         return spec(list(parts))
     sizes = _sizes(parts, sizes, name)
@@ -116,7 +118,7 @@ class _Merge:
         self, rule: MergeRule, column: tuple[Any, ...], treedef: tree.TreeDef, index: int, where: str
     ) -> Any:
         try:
-            return combine(rule, column, self.weights)
+            return combine(rule, column, self.weights, self.sizes)
         except Misfit as error:
             raise MergeError(tree.paths_of(treedef, where)[index], str(error)) from error.__cause__
         except Exception as error:

@@ -12,6 +12,7 @@ import torch
 
 from rp_batch import spec as specs
 from rp_batch import tree
+from rp_batch.arrays import has_dimensions, is_array
 from rp_batch.errors import SizeError, SpecError
 from rp_batch.place import Rules, place
 from rp_batch.sizes import read_batch_size
@@ -200,7 +201,7 @@ class _Batch:
         source = "the input" if self._source is None else paths[self._source]
         found = (
             f"its shape is {tuple(_shape(leaf))}"
-            if isinstance(leaf, torch.Tensor)
+            if has_dimensions(leaf)
             else f"the sizes of its parts add up to {size}"
         )
         return SizeError(
@@ -271,17 +272,24 @@ def _measure(subject: Subject, rules: Rules, batch: _Batch) -> None:
 
 def _length(subject: Subject, rule: Split, index: int) -> int:
     value = subject.leaves[index]
-    if not isinstance(value, torch.Tensor):
+    if not (isinstance(value, torch.Tensor) or is_array(value)):
         raise SpecError(
             subject.paths()[index],
-            f"must be a tensor for {rule}, but is a {type(value).__name__}; replicate it instead",
+            f"must be a tensor or an array for {rule}, but is a {type(value).__name__}; replicate it instead",
         )
-    if not -value.dim() <= rule.dim < value.dim():
+    if not -value.ndim <= rule.dim < value.ndim:
         raise SpecError(
             subject.paths()[index],
             f"must have the dimension of {rule}, but its shape is {tuple(_shape(value))}; correct the dimension",
         )
-    return value.shape[rule.dim]
+    entries = value.shape[rule.dim]
+    if entries % rule.factor:
+        raise SizeError(
+            subject.paths()[index],
+            f"must have {rule.factor} entries for each sample along dimension {rule.dim}, for {rule}, but its "
+            f"shape is {tuple(_shape(value))}; correct the factor",
+        )
+    return entries // rule.factor
 
 
 # --- the default rules ------------------------------------------------------------------------------------------
@@ -354,8 +362,9 @@ def _rule_for(rule: SplitRule | None, index: int, batch: _Batch) -> tuple[SplitR
         return rule, Why.APART if rule is Parts else Why.SPEC
     size = batch.subject.leading[index]
     if size is None:
-        is_tensor = isinstance(batch.subject.leaves[index], torch.Tensor)
-        return _REPLICATE, Why.SCALAR if is_tensor else Why.OBJECT
+        leaf = batch.subject.leaves[index]
+        is_scalar = isinstance(leaf, torch.Tensor) or is_array(leaf)
+        return _REPLICATE, Why.SCALAR if is_scalar else Why.OBJECT
     if size == batch.size:
         return _SPLIT, Why.BATCH
     if size == 1:
@@ -366,15 +375,12 @@ def _rule_for(rule: SplitRule | None, index: int, batch: _Batch) -> tuple[SplitR
 
 
 def _leading(value: Any) -> int | None:
-    """Return the leading dimension of a tensor; None for other values and zero-dimensional tensors."""
-    if not isinstance(value, torch.Tensor):
-        return None
-    shape = _shape(value)
-    return shape[0] if shape else None
+    """Return the leading dimension of a tensor or array; None for other values and those without dimensions."""
+    return _shape(value)[0] if has_dimensions(value) else None
 
 
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a tensor. A ragged nested tensor has only a length."""
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor or array. A ragged nested tensor has only a length."""
     try:
         return tensor.shape
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Split a tree into microbatches: views of its tensors, and the same objects for other leaves."""
+"""Split a tree into microbatches: views of its tensors and arrays, and the same objects for other leaves."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any, cast
 import torch
 
 from rp_batch import tree
+from rp_batch.arrays import is_array, split_array
 from rp_batch.errors import FewerParts, SizeError, SplitError
 from rp_batch.sizes import part_sizes, read_sizes
 from rp_batch.spec import Parts, Split, SplitRule, is_function
 from rp_batch.splitting.functions import split_call, split_tree
 from rp_batch.splitting.infer import Decided, Subject, decide
+from rp_batch.splitting.whole import refuse_indivisible
 
 __all__ = ["split"]
 
@@ -47,9 +49,17 @@ def split(
     `FewerParts`. A value of type `Parts` sets the number of parts. With `exact`, any number but `parts` raises
     `SizeError`.
 
+    NumPy's arrays are split as tensors are. With several parts, another object that has a length, or a tensor of
+    the batch inside, raises `SplitError` unless a spec says `Replicate()`; strings and bytes go to every part.
+
     For a label, give the `batch_size` of its call, or the `sizes` of the call's parts. The label must have the
     same, is split into exactly `parts` parts, and is never mistaken for a pair (args, kwargs). `name`: the root of
     paths in errors.
+
+    One part is the value itself, whatever the sizes of its tensors, unless there is a spec or it contains `Parts`:
+
+    >>> split(((torch.zeros(4), torch.zeros(6)), {}), 1)
+    [((tensor([0., 0., 0., 0.]), tensor([0., 0., 0., 0., 0., 0.])), {})]
     """
     _check_count(parts)
     if sizes is not None:
@@ -60,9 +70,23 @@ def split(
     if is_function(spec):
         return _by_function(spec, value, parts, sizes, is_call=is_call, name=name)
     subject = Subject.call(*value) if is_call else Subject.named(value, name)
+    if parts == 1 and spec is None and not any(isinstance(leaf, Parts) for leaf in subject.leaves):
+        return Parts([value], sizes=sizes or _whole_size(subject, batch_size))
     decided = decide(subject, spec, batch_size=batch_size)
     chosen = _choose(subject, decided, parts, sizes, exact=exact)
+    if len(chosen) > 1:
+        refuse_indivisible(subject, decided)
     return Parts(_cut(subject, decided.rules, chosen), sizes=None if decided.batch_size is None else chosen)
+
+
+def _whole_size(subject: Subject, batch_size: int | None) -> tuple[int] | None:
+    """Return the size of the only part; None if the tensors do not agree on it, or have none."""
+    if batch_size is None:
+        try:
+            batch_size = decide(subject, None, batch_size=None).batch_size
+        except SizeError:
+            return None
+    return None if batch_size is None else (batch_size,)
 
 
 def _by_function(
@@ -153,14 +177,14 @@ def _warn(batch_size: int | None, parts: int, fewer: int) -> None:
 
 def _cut(subject: Subject, rules: list[SplitRule], sizes: tuple[int, ...]) -> list[Any]:
     # A tensor that two leaves share is shared in every part as well.
-    views: dict[tuple[int, int], Sequence[Any]] = {}
+    views: dict[tuple[int, Split], Sequence[Any]] = {}
     columns: list[Sequence[Any]] = []
     for index, (value, rule) in enumerate(zip(subject.leaves, rules, strict=True)):
         if isinstance(rule, Split):
-            key = (id(value), rule.dim)
+            key = (id(value), rule)
             cut = views.get(key)
             if cut is None:
-                cut = views[key] = _views(subject, index, rule.dim, sizes)
+                cut = views[key] = _views(subject, index, rule, sizes)
             columns.append(cut)
         else:
             columns.append(value if rule is Parts else (value,) * len(sizes))
@@ -168,17 +192,32 @@ def _cut(subject: Subject, rules: list[SplitRule], sizes: tuple[int, ...]) -> li
     return [tree.unflatten(subject.treedef, row) for row in rows]
 
 
-def _views(subject: Subject, index: int, dim: int, sizes: tuple[int, ...]) -> Sequence[torch.Tensor]:
+def _views(subject: Subject, index: int, rule: Split, sizes: tuple[int, ...]) -> Sequence[Any]:
+    value: Any = subject.leaves[index]
+    lengths = [size * rule.factor for size in sizes]
+    if rule.inner and rule.factor > 1:
+        return _interleaved(value, rule, sizes)
+    if is_array(value):
+        return split_array(value, lengths, rule.dim)
     # The backward pass of tensor_split makes a full-size gradient per part; that of this one concatenates once.
-    value: torch.Tensor = subject.leaves[index]
     try:
-        return torch.split_with_sizes(value, sizes, dim)
+        return torch.split_with_sizes(value, lengths, rule.dim)
     except (RuntimeError, TypeError) as error:
         raise SplitError(
             subject.paths()[index],
-            f"torch must be able to split it along dimension {dim}, but cannot split this {type(value).__name__}: "
-            f"{_first_line(error)}; replicate it, or give a function as the spec",
+            f"torch must be able to split it along dimension {rule.dim}, but cannot split this "
+            f"{type(value).__name__}: {_first_line(error)}; replicate it, or give a function as the spec",
         ) from error
+
+
+def _interleaved(value: Any, rule: Split, sizes: tuple[int, ...]) -> Sequence[Any]:
+    """Split the samples of each of `factor` rows that are folded into one dimension."""
+    dim = rule.dim % value.ndim
+    before, after = value.shape[:dim], value.shape[dim + 1 :]
+    rows = value.reshape(*before, rule.factor, value.shape[dim] // rule.factor, *after)
+    split = split_array if is_array(value) else torch.split_with_sizes
+    parts: Sequence[Any] = split(rows, sizes, dim + 1)
+    return [part.reshape(*before, -1, *after) for part in parts]
 
 
 def _first_line(error: Exception) -> str:

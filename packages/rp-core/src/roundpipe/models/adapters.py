@@ -32,6 +32,18 @@ def base_of(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
+def adds_to_outputs(model: nn.Module) -> bool:
+    """Whether a PEFT model's own class of adapters has a forward of its own, as AdaLoRA's, which adds a penalty.
+
+    A row of layers, which ends with the base model's outputs, would lose in silence what that adds to the loss.
+    """
+    tuner: object = getattr(model, "base_model", None)
+    if not isinstance(tuner, nn.Module):
+        return False
+    plain = _class_of(tuner, "BaseTuner")
+    return plain is not None and type(tuner).forward is not plain.forward
+
+
 def is_adapted(module: nn.Module) -> bool:
     """Whether the module is one that PEFT has put in the place of another, with an adapter.
 

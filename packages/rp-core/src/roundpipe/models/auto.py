@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, NoReturn
 
 import torch
+from rp_checkpoint import ModelFacts
+from rp_engine import LossFn, Resident, RoundPipeRunConfig, Runtime, WholeModel, default_runtime
+from rp_engine.errors import RoundPipeError
 from torch import nn
 
-from roundpipe.engine.resident import Resident
-from roundpipe.engine.whole_model import WholeModel
-from roundpipe.errors import RoundPipeError
 from roundpipe.models.base import RoundPipeBase, wrappers
+from roundpipe.models.calls.own_loss import check_arguments, loss_of_whole, outputs_are_loss, refuse_label
+from roundpipe.models.calls.surroundings import check_call
+from roundpipe.models.calls.untraced import untraced
+from roundpipe.models.dividing.outer_batch import outer_batch
 from roundpipe.models.part import Part
 from roundpipe.models.roundpipe import RoundPipe
+from roundpipe.models.saved.facts import facts_of
 from roundpipe.models.side_outputs import refuse_hooked
-from roundpipe.runtime.runtime import Runtime, default_runtime
+from roundpipe.models.wrapped.options import WrapOptions
 
 # Arguments of `RoundPipe` that were already given to the parts.
-_PLACEHOLDERS = frozenset(
-    {"compile_layers", "double_buffer", "master", "model_run_config", "pin_model", "step_in_backward"}
-)
+_PLACEHOLDERS = frozenset(field.name for field in fields(WrapOptions)) - {"optim_dtype", "runtime"}
 
 
 class AutoRoundPipe(RoundPipeBase):
@@ -39,7 +43,9 @@ class AutoRoundPipe(RoundPipeBase):
     run; one that runs several, which share parameters, has several names. `forward`, ``backward()``, `step`,
     `synchronize` and the optimizer's parameters work as for `RoundPipe`, also for parameters outside the parts.
     Each part splits its own inputs into microbatches and gathers its outputs on the host, so parts run one after
-    another. A sequence of layers is faster, and only that has `forward_backward`.
+    another. A sequence of layers is faster, and only that has `forward_backward`. Which dimension of its inputs is
+    the batch, a part finds out by values, at its first call and where sizes become equal: what it gives in
+    microbatches must be what it gives in one piece. Where no dimension is, it runs in one piece, with a warning.
 
     >>> class Net(nn.Module):
     ...     def __init__(self):
@@ -83,12 +89,14 @@ class AutoRoundPipe(RoundPipeBase):
         self._own("_resident", resident)
         for host in hosts:
             host.share_steps(resident)
+            host.state.is_inside = True
         self._own("_whole", WholeModel(self.name, [resident, *hosts], self.runtime))
         self._keep_current(model)
 
     parts: Mapping[str, RoundPipe]
     _resident: Resident
 
+    @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward on the host; backward works through its outputs.
 
@@ -96,12 +104,69 @@ class AutoRoundPipe(RoundPipeBase):
 
         Raises what a layer raises, and errors of earlier calls and steps that were not raised yet.
         """
+        check_call(self, self.name, args=args, kwargs=kwargs)
+        if "roundpipe_run_config" in kwargs:
+            raise self._has_settings("roundpipe_run_config")
         for part in self.parts.values():
             if isinstance(part, Part):
                 refuse_hooked(part.members)
         self._resident.enter_call((args, kwargs))
-        with self._resident.telling():
+        with self._resident.telling(), outer_batch(args, kwargs):
             return self.model(*args, **_without_cache(self.model, args, kwargs))
+
+    @untraced
+    def loss(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: Mapping[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: LossFn = outputs_are_loss,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig | None = None,
+    ) -> Any:
+        """Compute the loss of a batch without gradients, as `RoundPipe.loss`; with outputs if `return_outputs`.
+
+        The model's own forward runs on the host under `torch.no_grad()` and its parts on the devices, with the
+        training flags that they have. `loss_fn` then has the outputs of the whole batch and the whole `label`, on
+        the host: there are no microbatches outside the parts, so a mean is one of the batch. Default: the loss
+        among the outputs, or the outputs themselves.
+
+        >>> class Net(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.inner = nn.Linear(4, 4)
+        ...     def forward(self, x):
+        ...         return x + self.inner(x)
+        >>> with Runtime("cpu:2") as runtime:
+        ...     net = Net()
+        ...     net.inner = RoundPipe(net.inner, runtime=runtime)
+        ...     model = AutoRoundPipe(net).eval()
+        ...     model.loss((torch.ones(2, 4),), label=torch.ones(2, 4), loss_fn=nn.functional.mse_loss).shape
+        torch.Size([])
+
+        Returns a loss of one element, or the list of losses that `loss_fn` returned. Several machines need not
+        call it together, as it does not train: each computes the whole batch.
+
+        Raises `TypeError` for a `run_config`, which single parts have from where they were wrapped, and for a
+        loss of several elements; `ValueError` for a `label` without a `loss_fn`; and what `forward` raises.
+        """
+        check_arguments(input_args, input_kwargs, loss_fn)
+        kwargs = dict(input_kwargs or {})
+        if run_config is not None:
+            raise self._has_settings("run_config")
+        if loss_fn is outputs_are_loss:
+            refuse_label(label, kwargs)
+        with torch.no_grad():
+            outputs = self.forward(*input_args, **kwargs)
+            losses = loss_of_whole(outputs, label, loss_fn)
+        return (losses, outputs) if return_outputs else losses
+
+    def _has_settings(self, argument: str) -> TypeError:
+        return TypeError(
+            f"model {self.name!r} runs in parts, which have their settings from where it was wrapped, so a "
+            f"call takes no {argument}; give wrap_model_to_roundpipe model_run_config=..., or "
+            "override_config=... for single parts"
+        )
 
     def forward_backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not supported: only a sequence of layers can run forward and backward in one call.
@@ -113,6 +178,10 @@ class AutoRoundPipe(RoundPipeBase):
             f"model {self.name!r} is not a sequence of layers, so it has no forward_backward; call the model, "
             "then backward() on the loss, or write it as an nn.Sequential and wrap that with RoundPipe"
         )
+
+    def checkpoint_facts(self) -> ModelFacts:
+        """Return how the model and its parts were trained, for its checkpoints."""
+        return facts_of(self.named_model, self.optim_dtype, self.parts)
 
 
 def not_a_row(name: str) -> ValueError:

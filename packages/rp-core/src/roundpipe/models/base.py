@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import Any, Self
 
 import torch
+from rp_checkpoint import CheckpointLayout
+from rp_engine import MemoryReport, Runtime, WholeModel
+from rp_engine.context import doing_optimizer, lasting
+from rp_engine.errors import TrainingWarning
+from rp_engine.estimates import MemoryForecast
+from rp_engine.user_warnings import warn_user
+from rp_engine.wrapping import entrance_of
 from torch import nn
 
-from roundpipe.context import doing_optimizer
-from roundpipe.device.entrance import entrance_of
-from roundpipe.engine.memory.forecast import MemoryForecast
-from roundpipe.engine.memory.report import MemoryReport
-from roundpipe.engine.whole_model import WholeModel
-from roundpipe.errors import TrainingWarning
 from roundpipe.models.current import publish_first
+from roundpipe.models.saved.layout import layout_of
 from roundpipe.models.wrapped.call_site import caller
+from roundpipe.models.wrapped.foreign import check_not_packed_by_others
 from roundpipe.models.wrapped.master_dtype import coarse_words
 from roundpipe.models.wrapped.names import renamed
 from roundpipe.models.wrapped.stand_in import StandIn
-from roundpipe.packing.foreign import check_not_packed_by_others
-from roundpipe.runtime.runtime import Runtime, lasting
 
 # Methods of transformers and PEFT that read the weights, or write them, on the host.
 _READ_WEIGHTS = frozenset({"generate", "merge_adapter", "push_to_hub", "save_pretrained", "unmerge_adapter"})
@@ -197,7 +197,7 @@ class RoundPipeBase(StandIn):
             return
         if words := coarse_words(self.name, masters):
             self._own("_is_told", True)
-            warnings.warn(words, TrainingWarning, stacklevel=3)
+            warn_user(words, TrainingWarning)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yield the optimizer's parameters inside a step function; elsewhere the model's own, with a warning."""
@@ -212,13 +212,12 @@ class RoundPipeBase(StandIn):
             # The wrapper has no parameters of its own: without recursion there are none.
             yield from self.optim_named_parameters(prefix, remove_duplicate) if recurse else ()
             return
-        warnings.warn(
+        warn_user(
             "these are the model's own parameters, which lag behind the optimizer's and have no .grad before "
             "model.synchronize(); give an optimizer model.optim_parameters(), clip gradients in the step "
             "function, as in model.step(lambda: (clip_grad_norm_(model.optim_parameters(), 1.0), "
             "optimizer.step(), optimizer.zero_grad())), or read model.model.parameters() after "
             "model.synchronize()",
-            stacklevel=2,
         )
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
 
@@ -227,7 +226,11 @@ class RoundPipeBase(StandIn):
         self.model.requires_grad_(requires_grad)
         return self
 
-    # Checkpoints: see `roundpipe.checkpoints`
+    # Checkpoints: a wrapped model is a `rp_checkpoint.Saveable`
+
+    def checkpoint_layout(self) -> CheckpointLayout:
+        """Return the names of the user's own model's tensors, in the model and in the files of a checkpoint."""
+        return layout_of(self.named_model)
 
     @property
     def steps_in_backward(self) -> bool:
@@ -318,7 +321,7 @@ class RoundPipeBase(StandIn):
 
         @wraps(method)
         def settled(*args: Any, **kwargs: Any) -> Any:
-            if self.runtime.group is not None and method.__name__ not in _SAVES:
+            if not self.runtime.peers.is_alone and method.__name__ not in _SAVES:
                 # It reads the parameters themselves: all machines publish.
                 self.sync_optim_param()
             self.settle()
@@ -343,7 +346,7 @@ def _check(model: object, name: object, optim_dtype: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, but is a {type(model).__name__} instead")
     if isinstance(model, RoundPipeBase):
-        raise TypeError(f"model is wrapped already, as {model.name!r}; wrap its inner module, model.model")
+        raise TypeError(f"model is wrapped already, as {model.name!r}; use it as it is")
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name must be a str or None, but is {name!r} instead")
     if optim_dtype is not None and not (isinstance(optim_dtype, torch.dtype) and optim_dtype.is_floating_point):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -10,10 +9,10 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
+from rp_engine import Runtime
+from rp_engine.errors import AloneOnly
+from rp_engine.user_warnings import warn_user
 from torch import nn
-
-from roundpipe.errors import AloneOnly
-from roundpipe.runtime.runtime import Runtime
 
 _IS_AS_IT_IS: ContextVar[bool] = ContextVar("_IS_AS_IT_IS", default=False)
 
@@ -60,10 +59,9 @@ class PublishFirst:
         if not publisher.runtime.closed:
             publisher.settle()
         elif publisher.is_behind():
-            warnings.warn(
+            warn_user(
                 f"the runtime of model {publisher.name!r} was closed before the last step was published, so this "
                 "state dict lags behind the optimizer's parameters; call synchronize() before closing it",
-                stacklevel=3,
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -107,5 +105,5 @@ class _Nothing:
 def publish_first(module: nn.Module, publisher: Publisher) -> None:
     """Let state dicts of this module begin with the publication of what the steps of `publisher` have left."""
     module.register_state_dict_pre_hook(PublishFirst(publisher))  # pyright: ignore[reportUnknownMemberType]
-    if publisher.runtime.group is not None:
+    if not publisher.runtime.peers.is_alone:
         module.register_state_dict_post_hook(Replace(publisher))  # pyright: ignore[reportUnknownMemberType]

@@ -11,17 +11,19 @@ from typing import Any
 
 import rp_batch
 import torch
+from rp_engine import Arrivals, RoundPipeRunConfig
+from rp_engine.errors import add_note
+from rp_engine.wrapping import Entrance, prepares, unwritten
 from torch import nn
 
-from roundpipe.device.entrance import Entrance
-from roundpipe.device.recompute import prepares
-from roundpipe.errors import add_note
-from roundpipe.execution.effects.written import unwritten
-from roundpipe.execution.packed_data import Arrivals
-from roundpipe.models.calls.outputs import placed
+from roundpipe.models.calls.microbatching import in_parts
+from roundpipe.models.calls.outputs import merged, placed
+from roundpipe.models.dividing.divider import PART, Asked, Divided, Divider
+from roundpipe.models.dividing.fits import fit_any
+from roundpipe.models.dividing.outer_batch import outer_batch_size
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.side_outputs import Wanted, collecting, deliver, refuse_hooked, wanted
-from roundpipe.settings.run_config import RoundPipeRunConfig
+from roundpipe.models.wrapped.options import WrapOptions
 
 
 class Members(nn.Module):
@@ -65,7 +67,7 @@ class PreparingMember(Members):
     """`Members` of a single submodule that has the method ``prepare``."""
 
     def prepare(self, name: str, asked: Wanted | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `roundpipe.device.recompute.prepares`."""
+        """See `rp_engine.device.recompute.prepares`."""
         del asked
         prepare: Any = self.member(name).prepare
         return prepare(*args, **kwargs)
@@ -97,12 +99,17 @@ class Part(RoundPipe):
     The submodules stay where they are; each has an `Entrance` that calls this model.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], name: str, **kwargs: Any) -> None:
-        super().__init__(_model_of(modules), name=f"{name}.{' and '.join(modules)}", **kwargs)
+    def __init__(self, modules: Mapping[str, nn.Module], name: str, options: WrapOptions) -> None:
+        name_of_part = f"{name}.{' and '.join(modules)}"
+        super().__init__(_model_of(modules), name=name_of_part, **options.arguments())
         self._own("members", dict(modules))
+        self._own("_whole_name", name)
+        self._own("_dividing", Divider(self.engine, self.runtime, tuple(modules.values()), PART))
         self._own("_inputs", {where: _input_name(module) for where, module in modules.items()})
 
     members: dict[str, nn.Module]
+    _whole_name: str
+    _dividing: Divider
     # The name of the first argument of each member's forward.
     _inputs: dict[str, str | None]
 
@@ -121,11 +128,35 @@ class Part(RoundPipe):
         if config.split_input is None:
             args, kwargs = _input_first(self._inputs[name], args, kwargs)
         call = _Call(name, config, wanted(self.members))
+        divided, outputs = self._divided_run(args, kwargs, call)
+        if not divided.fits(outputs):
+            self._dividing.forget(divided)
+            divided, outputs = self._divided_run(args, kwargs, call)
+        return self._joined(outputs, divided, call)
+
+    def _divided_run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: _Call
+    ) -> tuple[Divided, list[Any]]:
+        """Run a call in microbatches; return them and their outputs."""
         arrivals = Arrivals(self.runtime.backend, (args, kwargs))
-        parts = self._split(args, kwargs, arrivals, config)
-        with self._doubting(parts):
-            outputs = self._run(self._addressed(parts, call), arrivals, config)
-        return self._joined(outputs, parts, call)
+        divided = self._divide(args, kwargs, arrivals, call)
+        with self._doubting(divided.parts):
+            return divided, self._run(self._addressed(divided.parts, call), arrivals, call.config)
+
+    def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any], arrivals: Arrivals, call: _Call) -> Divided:
+        """Split a call as its settings say or, if they leave that open, as values show to be right."""
+        config = call.config
+        if config.split_input is not None or in_parts((args, kwargs)):
+            return Divided(self._splitter.split(args, kwargs, arrivals, config))
+        asked = Asked(
+            f"{self._whole_name}.{call.name}",
+            (call.name, call.asked and tuple(call.asked.counts)),
+            config,
+            (args, kwargs),
+            partial(self._addressed, call=call),
+            partial(fit_any, config.merge_output, call.asked is not None),
+        )
+        return self._dividing.divide(asked, rp_batch.propose(args, kwargs, likely=outer_batch_size()))
 
     @contextmanager
     def _doubting(self, parts: rp_batch.Parts[Any]) -> Generator[None]:
@@ -136,15 +167,14 @@ class Part(RoundPipe):
             if len(parts) > 1:
                 add_note(
                     error,
-                    f"RoundPipe: {self.name} was split along the first dimension into {len(parts)} microbatches; "
-                    "if that is not the batch in all its tensors, take num_microbatch=1, or leave it on the host "
-                    "(skip_modules)",
+                    f"RoundPipe: {self.name} was split into {len(parts)} microbatches; if it is not one that can "
+                    "be, take num_microbatch=1, say how in split_input, or leave it on the host (skip_modules)",
                 )
             raise
 
     def _refuse_arguments(self, values: Sequence[object]) -> None:
         for value in values:
-            if hasattr(value, "get_seq_length") and hasattr(value, "update"):
+            if hasattr(type(value), "get_seq_length") and hasattr(type(value), "update"):
                 raise ValueError(
                     f"{self.name} got a key-value cache (a {type(value).__name__}), which all microbatches would "
                     "write; call the model with use_cache=False, or set that in its config"
@@ -161,21 +191,26 @@ class Part(RoundPipe):
             return parts
         return rp_batch.Parts([((call.name, call.asked, *part), {}) for part in parts], sizes=parts.sizes)
 
-    def _joined(self, outputs: Any, parts: rp_batch.Parts[Any], call: _Call) -> Any:
+    def _joined(self, outputs: Any, divided: Divided, call: _Call) -> Any:
+        parts, config = divided.parts, call.config
         if call.asked is None:
-            return self._merge(outputs, parts, call.config)
-        if call.config.merge_output is False:
+            return self._merge_as(outputs, parts, config, divided.merging)
+        if config.merge_output is False:
             raise ValueError(
                 f"{self.name} leaves its output in microbatches (merge_output=False), so what transformers "
                 "collects in it cannot be merged; leave merge_output as it is, or ask for the model's plain output"
             )
-        deliver(_merged([found for _, found in outputs], parts.sizes))
-        return self._merge([output for output, _ in outputs], parts, call.config)
+        one, other = (None, None) if divided.merging is None else divided.merging
+        deliver(_merge([found for _, found in outputs], parts.sizes, other))
+        return self._merge_as([output for output, _ in outputs], parts, config, one)
 
-    def _merge(self, outputs: Sequence[Any], parts: rp_batch.Parts[Any], config: RoundPipeRunConfig) -> Any:
+    def _merge_as(
+        self, outputs: Sequence[Any], parts: rp_batch.Parts[Any], config: RoundPipeRunConfig, spec: Any
+    ) -> Any:
+        """Merge outputs as the settings say, or else by this spec, or else by their shapes."""
         if config.merge_output is not None:
-            return super()._merge(outputs, parts, config)
-        return placed(_merged(outputs, parts.sizes), config)
+            return merged(outputs, parts, config)
+        return placed(_merge(outputs, parts.sizes, spec), config)
 
 
 def _model_of(modules: Mapping[str, nn.Module]) -> nn.Module:
@@ -200,13 +235,15 @@ def _input_first(
     return (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
 
 
-def _merged(outputs: Sequence[Any], sizes: Sequence[int] | None) -> Any:
-    """The outputs of all microbatches as one tree.
+def _merge(outputs: Sequence[Any], sizes: Sequence[int] | None, spec: Any = None) -> Any:
+    """The outputs of all microbatches as one tree, by a spec or, where how to split was given, by their shapes.
 
     A tensor whose leading dimension is the same in every microbatch and no multiple of the microbatch's size, as
     that of T5's position bias, which is 1, or of a bias that a layer returns, is not of the batch: it must be
     equal in all, and the first one counts.
     """
+    if spec is not None or len(outputs) == 1:
+        return rp_batch.merge(outputs, spec, sizes=sizes)
     rows = [rp_batch.flatten(output)[0] for output in outputs]
     if sizes is None or len({len(row) for row in rows}) > 1:
         return rp_batch.merge(outputs, sizes=sizes)

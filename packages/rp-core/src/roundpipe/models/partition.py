@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, TypedDict
 
-import torch
+from rp_engine import RoundPipeRunConfig
+from rp_engine.user_warnings import warn_user
+from rp_engine.wrapping import Entrance, has_hooks
 from rp_transfer import tensors_of
 from torch import nn
 
-from roundpipe.device.entrance import Entrance
-from roundpipe.device.replica import has_hooks
 from roundpipe.models.adapters import is_adapted
 from roundpipe.models.part import Part
 from roundpipe.models.side_outputs import hooked
-from roundpipe.runtime.runtime import Runtime
-from roundpipe.settings.run_config import RoundPipeRunConfig
-from roundpipe.state.layers import PinMode
-from roundpipe.state.model_state import MasterKind
+from roundpipe.models.wrapped.options import WrapOptions
 
 
 def module_bytes(module: nn.Module) -> int:
@@ -45,32 +40,19 @@ class Rules:
     with adapters of PEFT is never divided. Modules that share parameters become one model, which runs each of
     them; one of which less than half is shared with modules outside it is divided.
 
-    `skip`: modules that stay on the host. `override`: settings by module, over `config`.
+    `skip`: modules that stay on the host. `override`: settings by module, over those for all.
     """
 
     lower_bytes: int
     upper_bytes: int
     skip: Container[nn.Module] = ()
     override: Mapping[nn.Module, RoundPipeRunConfig] = field(default_factory=dict[nn.Module, RoundPipeRunConfig])
-    config: RoundPipeRunConfig = field(default_factory=RoundPipeRunConfig)
-
-
-class Options(TypedDict):
-    """Arguments of `RoundPipe` that are the same for all models that run parts of a module."""
-
-    optim_dtype: torch.dtype | None
-    pin_model: PinMode
-    runtime: Runtime | None
-    compile_layers: bool | Mapping[str, Any]
-    double_buffer: bool | None
-    master: MasterKind
-    step_in_backward: bool
 
 
 class Splitter:
     """Lets models run submodules of a module, which stay where they are; `undo` ends that."""
 
-    def __init__(self, root: nn.Module, name: str, rules: Rules, options: Options) -> None:
+    def __init__(self, root: nn.Module, name: str, rules: Rules, options: WrapOptions) -> None:
         self._name = name
         self._rules = rules
         self._options = options
@@ -121,10 +103,9 @@ class Splitter:
 
     def _wrap(self, modules: Mapping[str, nn.Module]) -> None:
         _warn_of_buffers(modules)
-        configs = {where: config_for(module, self._rules) for where, module in modules.items()}
-        config = next(iter(configs.values())) if len(configs) == 1 else self._rules.config
-        part = Part(modules, self._name, model_run_config=config, **self._options)
-        self._entrances += [part.enter(where, config) for where, config in configs.items()]
+        given = {where: self._options.under(self._rules.override.get(module)) for where, module in modules.items()}
+        part = Part(modules, self._name, next(iter(given.values())) if len(given) == 1 else self._options)
+        self._entrances += [part.enter(where, options.run_config) for where, options in given.items()]
 
 
 def is_called(module: nn.Module) -> bool:
@@ -134,11 +115,6 @@ def is_called(module: nn.Module) -> bool:
     (False, True)
     """
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
-
-
-def config_for(module: nn.Module, rules: Rules) -> RoundPipeRunConfig:
-    """The settings for one submodule: its override, if any, over those for all."""
-    return rules.override[module].over(rules.config) if module in rules.override else rules.config
 
 
 def flat_row(row: nn.Sequential, upper_bytes: int) -> nn.Sequential:
@@ -178,11 +154,10 @@ def _warn_of_buffers(modules: Mapping[str, nn.Module]) -> None:
     for where, module in modules.items():
         for name, buffer in module.named_buffers():
             if (other := seen.setdefault(id(buffer), where)) != where:
-                warnings.warn(
+                warn_user(
                     f"{other} and {where} share the buffer {name}, so the {len(modules)} modules that share "
                     "tensors are one part, whose weights are all uploaded for each of them; write the model as an "
                     "nn.Sequential, whose layers may share them",
-                    stacklevel=2,
                 )
                 return
 

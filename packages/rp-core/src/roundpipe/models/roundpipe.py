@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import rp_batch
 import torch
+from rp_checkpoint import ModelFacts
+from rp_engine import (
+    Arrivals,
+    CallTime,
+    Engine,
+    LossFn,
+    RoundPipeRunConfig,
+    Runtime,
+    StepDuring,
+    WholeModel,
+)
+from rp_engine.wrapping import MasterKind, PinMode
 from rp_sched import LayerCost, Mode
 from torch import nn
 
-from roundpipe.device.compiling import options_of
-from roundpipe.engine.engine import Engine
-from roundpipe.engine.step_during import StepDuring
-from roundpipe.engine.whole_model import WholeModel
-from roundpipe.execution.call import LossFn
-from roundpipe.execution.packed_data import Arrivals
 from roundpipe.models.base import RoundPipeBase, wrappers
-from roundpipe.models.calls.microbatching import declared_spec, num_microbatches
-from roundpipe.models.calls.outputs import check_outputs, placed
+from roundpipe.models.calls.loss_call import LossArguments, LossCall, evaluation_config, training_config
+from roundpipe.models.calls.outputs import check_outputs, merged, placed
 from roundpipe.models.calls.own_loss import call_loss, outputs_are_loss, with_loss
-from roundpipe.models.wrapped.master_dtype import master_dtype
+from roundpipe.models.calls.surroundings import check_call, tell_no_cache
+from roundpipe.models.calls.untraced import untraced
+from roundpipe.models.dividing.splitter import CallSplitter
+from roundpipe.models.saved.facts import facts_of
+from roundpipe.models.unfit import refuse_unfit
+from roundpipe.models.wrapped.options import WrapOptions, given_config
 from roundpipe.models.wrapped.row import row_of
-from roundpipe.planning.call_log import CallTime
-from roundpipe.runtime.runtime import Runtime, default_runtime
-from roundpipe.settings.run_config import RoundPipeRunConfig, given
-from roundpipe.state.layers import PinMode
-from roundpipe.state.model_state import HostOptions, MasterKind
 
 
 class RoundPipe(RoundPipeBase):
@@ -77,6 +83,10 @@ class RoundPipe(RoundPipeBase):
 
     An ``nn.Sequential`` that overrides `forward` is one layer, too.
 
+    A batch is split along the first dimension of its tensors if outputs show that this is right: the first call of
+    a kind runs a few rows whole and split, without gradients. Where they differ, it runs in one piece, with a
+    `TrainingWarning`. `split_input` of the settings says how else to split, without a trial.
+
     Raises `ValueError` or `TypeError` for an unsupported model or an invalid setting.
     """
 
@@ -97,28 +107,35 @@ class RoundPipe(RoundPipeBase):
         master: MasterKind = "whole",
         step_in_backward: bool = False,
     ) -> None:
-        super().__init__(model, name, master_dtype(master, optim_dtype))
-        _check_model(model, pin_model, runtime, double_buffer)
-        options = HostOptions(
-            pin_model,
-            self.optim_dtype,
-            double_buffer,
-            master,
-            steps_in_backward=_checked_flag("step_in_backward", step_in_backward),
+        options = WrapOptions(
+            optim_dtype=optim_dtype,
+            model_run_config=model_run_config,
+            pin_model=pin_model,
+            runtime=runtime,
+            compile_layers=compile_layers,
+            double_buffer=double_buffer,
+            master=master,
+            step_in_backward=step_in_backward,
         )
-        compile_options = options_of(compile_layers)
+        _check_model(model)
+        super().__init__(model, name, options.host.optim_dtype)
         self._own("_refused", {})
-        self._own("model_run_config", given("model_run_config", model_run_config))
-        self._own("runtime", runtime or default_runtime())
-        engine = Engine(self.name, partial(row_of, model), self.runtime, options, compile_options)
+        self._own("model_run_config", options.run_config)
+        self._own("runtime", options.devices())
+        engine = Engine(
+            self.name, partial(row_of, model), self.runtime, options.host, compile_layers=compile_layers
+        )
         self._own("_engine", engine)
+        self._own("_splitter", CallSplitter(self.name, model, engine, self.runtime))
         self._own("_whole", WholeModel(self.name, [engine.host], self.runtime))
         self._keep_current(model)
 
     _refused: dict[str, str]
+    _splitter: CallSplitter
 
     # Calls
 
+    @untraced
     def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
         """Run the wrapped model; its outputs are on the host by default, and backward works through them.
 
@@ -128,20 +145,23 @@ class RoundPipe(RoundPipeBase):
         Raises `RuntimeError` if gradients are requested while torch's grad mode is off; `ValueError` for a loss of
         several microbatches, if it is unknown what each contributes; and what a layer raises.
         """
-        config = given("roundpipe_run_config", roundpipe_run_config).over(self.model_run_config)
+        config = given_config("roundpipe_run_config", roundpipe_run_config).over(self.model_run_config)
         with self._engine.telling_forward(config, (args, kwargs)):
+            check_call(self, self.name, args=args, kwargs=kwargs)
+            self._tell_no_cache(args, kwargs)
             self._refuse_call(kwargs)
             stays_split = config.merge_output is False
             chosen = None if stays_split else call_loss(self.model, kwargs, None, outputs_are_loss, None)
             kwargs = kwargs if chosen is None else dict(chosen.kwargs)
             arrivals = Arrivals(self.runtime.backend, (args, kwargs))
-            parts = self._split(args, kwargs, arrivals, config)
+            parts = self._splitter.split(args, kwargs, arrivals, config)
         outputs = self._run(parts, arrivals, config)
         if chosen is None:
             return outputs
         loss = placed(chosen.loss_of(parts, outputs), config)
-        return with_loss(self._merge(outputs, parts, config), loss)
+        return with_loss(merged(outputs, parts, config), loss)
 
+    @untraced
     def forward_backward(
         self,
         input_args: tuple[Any, ...] = (),
@@ -185,48 +205,79 @@ class RoundPipe(RoundPipeBase):
         `loss_fn` raises, with a note that names the layer and the microbatch.
         """
         with self._engine.telling():
-            _check_arguments(input_args, input_kwargs, loss_fn)
-            self._refuse_call(input_kwargs or {})
-            config = _training_config(given("run_config", run_config).over(self.model_run_config))
-            chosen = call_loss(self.model, input_kwargs or {}, label, loss_fn, config.split_label)
-            arrivals = Arrivals(self.runtime.backend, (input_args, chosen.kwargs, label))
-            parts = self._split(input_args, chosen.kwargs, arrivals, config, "fused")
-            labels, loss_fn = chosen.in_parts(parts)
-            step = self._step_during(optimizer)
+            asked = self._checked(LossArguments.checked(input_args, input_kwargs, label, loss_fn))
+            config = training_config(given_config("run_config", run_config).over(self.model_run_config))
+            call = LossCall.split(self._splitter, asked, config, "fused")
+            step = StepDuring.wanted(self._whole, optimizer)
         losses, outputs = self._engine.forward_backward(
-            parts, labels, arrivals, loss_fn, config, keep=return_outputs, step=step
+            call.parts, call.labels, call.arrivals, call.loss_fn, config, keep=return_outputs, step=step
         )
-        if not return_outputs:
-            return losses
-        merged = self._merge(outputs, parts, config)
-        return losses, with_loss(merged, losses) if chosen.is_own else merged
+        return call.with_outputs(losses, outputs) if return_outputs else losses
 
-    def _step_during(self, optimizer: torch.optim.Optimizer | None) -> StepDuring | None:
-        """Return the step of this optimizer in the next call; None if gradients are kept, or are of inputs alone.
+    @untraced
+    def loss(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: Mapping[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: LossFn = outputs_are_loss,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig | None = None,
+    ) -> Any:
+        """Compute the loss that `forward_backward` would return, without gradients; as fast as a forward.
 
-        Raises `ValueError` if there is an optimizer but gradients are kept, or the other way round.
+        Args:
+            input_args, input_kwargs, label, loss_fn, return_outputs, run_config: as in `forward_backward`.
+
+        >>> def squares(outputs, label):
+        ...     return (outputs - label).square().sum()
+        >>> with Runtime("cpu:2") as runtime:
+        ...     model = RoundPipe(nn.Linear(4, 1), runtime=runtime).eval()
+        ...     model.loss((torch.ones(6, 4),), label=torch.ones(6, 1), loss_fn=squares).shape
+        torch.Size([])
+
+        Nothing is kept or recomputed for a backward, and the last layer's outputs, such as logits, leave the
+        device with ``return_outputs=True`` only. Gradients, `.grad`, masters and steps are not touched, a forward
+        made before may still run its backward, and models without trainable parameters are fine. Also under
+        `torch.no_grad()` and `torch.inference_mode()`.
+
+        The layers run under `torch.no_grad()` with the training flags that they have: call `eval()` for an
+        evaluation. If any module is in training mode, the call draws a seed from the caller's generator, as
+        `forward_backward` does, so dropout drops the same. In evaluation mode the call draws nothing.
+
+        Returns the sum of the losses over the microbatches, 0-dim on the host, or a list of such sums: on the same
+        weights, flags and seeds, the number that `forward_backward` returns with as many microbatches, to the bit,
+        unless a module does something else under `torch.no_grad()`, as the fast path of torch's
+        `nn.TransformerEncoder` does. Several machines divide the microbatches, as in `forward_backward`: all of
+        them call it with the same batch, and all get the loss of the whole.
+
+        Raises what `forward_backward` raises about its arguments, layers and `loss_fn`, and `ValueError` for a
+        `run_config` with ``requires_grad=True``.
         """
-        if not self._engine.host.state.options.steps_in_backward:
-            if optimizer is not None:
-                raise ValueError(
-                    f"forward_backward was given an optimizer, but model {self.name!r} keeps its gradients: wrap "
-                    "it with step_in_backward=True, or call model.step(...) after forward_backward"
-                )
-            return None
-        if optimizer is None:
-            if not self._engine.host.has_trained():
-                return None
-            raise ValueError(
-                f"model {self.name!r} was wrapped with step_in_backward=True, so gradients are consumed as they "
-                "arrive and cannot be accumulated: give forward_backward the optimizer that steps, as "
-                "forward_backward(..., optimizer=optimizer), or wrap the model without step_in_backward"
-            )
-        return StepDuring(self._whole, optimizer)
+        with self._engine.telling_loss():
+            asked = self._checked(LossArguments.checked(input_args, input_kwargs, label, loss_fn))
+            config = evaluation_config(given_config("run_config", run_config)).over(self.model_run_config)
+            check_outputs(config)
+            call = LossCall.split(self._splitter, asked, config, "infer")
+        losses, outputs = self._engine.loss(
+            call.parts, call.labels, call.arrivals, call.loss_fn, config, keep=return_outputs
+        )
+        return call.with_outputs(losses, outputs) if return_outputs else losses
+
+    def _checked(self, asked: LossArguments) -> LossArguments:
+        check_call(self, self.name, input_args=asked.args, input_kwargs=asked.kwargs, label=asked.label)
+        self._tell_no_cache(asked.args, asked.kwargs)
+        self._refuse_call(asked.kwargs)
+        return asked
 
     @property
     def engine(self) -> Engine:
         """The engine that runs the calls; for `AutoRoundPipe` models that contain this one."""
         return self._engine
+
+    def checkpoint_facts(self) -> ModelFacts:
+        """Return how the model was trained, for its checkpoints."""
+        return facts_of(self.named_model, self.optim_dtype, {"": self})
 
     @property
     def num_microbatch(self) -> int | None:
@@ -253,6 +304,11 @@ class RoundPipe(RoundPipeBase):
         """Refuse these keyword arguments of calls from now on; each has the reason."""
         self._own("_refused", dict(arguments))
 
+    def _tell_no_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        # Rows of Hugging Face models have it; other layers may take an argument of that name.
+        if hasattr(self.model, "own_loss"):
+            tell_no_cache(self, self.name, self.named_model, args, kwargs)
+
     def _refuse_call(self, kwargs: Mapping[str, Any]) -> None:
         self._refuse_added()
         self._follow_mode()
@@ -269,60 +325,15 @@ class RoundPipe(RoundPipeBase):
         check_outputs(config)
         return self._engine.forward(parts, arrivals, config, wants_grad=wants_grad)
 
-    def _split(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        arrivals: Arrivals,
-        config: RoundPipeRunConfig,
-        mode: Mode = "train",
-    ) -> rp_batch.Parts[Any]:
-        spec = declared_spec(self.model, kwargs) if config.split_input is None else config.split_input
-        count = num_microbatches(self._engine, self.runtime, (args, kwargs), spec, config, mode)
-        parts = rp_batch.split((args, kwargs), count, spec)
-        arrivals.check(count, parts)
-        return parts
 
-    def _merge(self, outputs: Sequence[Any], parts: rp_batch.Parts[Any], config: RoundPipeRunConfig) -> Any:
-        if config.merge_output is False:
-            return outputs
-        return placed(rp_batch.merge(outputs, config.merge_output, sizes=parts.sizes), config)
-
-
-def _checked_flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, but is {value!r} instead")
-    return value
-
-
-def _check_model(model: nn.Module, pin_model: object, runtime: object, double_buffer: object) -> None:
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - users need not check types
+        raise TypeError(f"model must be an nn.Module, but is a {type(model).__name__} instead")
+    refuse_unfit(model)
     for name, wrapper in wrappers(model):
+        if not name:
+            raise TypeError(f"model is wrapped already, as {wrapper.name!r}; use it as it is")
         raise TypeError(
             f"{name!r} in the model is wrapped already, as {wrapper.name!r}; wrap only the whole model, or use "
             "AutoRoundPipe over the parts"
         )
-    if pin_model not in get_args(PinMode):
-        raise ValueError(f"pin_model must be 'alloc', 'register' or 'off', but is {pin_model!r} instead")
-    if double_buffer not in (True, False, None):
-        raise ValueError(f"double_buffer must be True, False or None, but is {double_buffer!r} instead")
-    if runtime is not None and not isinstance(runtime, Runtime):
-        raise TypeError(f"runtime must be a Runtime or None, but is {runtime!r} instead")
-
-
-def _training_config(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
-    """The settings of a training call, checked."""
-    if not torch.is_grad_enabled():
-        raise RuntimeError("forward_backward computes gradients, but torch's grad mode is off")
-    if config.requires_grad is False:
-        raise ValueError("forward_backward computes gradients, but requires_grad is False; call forward instead")
-    check_outputs(config)
-    return config
-
-
-def _check_arguments(input_args: object, input_kwargs: object, loss_fn: object) -> None:
-    if not isinstance(input_args, tuple):
-        raise TypeError(f"input_args must be a tuple, but is a {type(input_args).__name__}; write (x,)")
-    if input_kwargs is not None and not isinstance(input_kwargs, Mapping):
-        raise TypeError(f"input_kwargs must be a dict, but is a {type(input_kwargs).__name__}; write {{'x': x}}")
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be callable, but is a {type(loss_fn).__name__} instead")

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from rp_engine.errors import RoundPipeError
+from rp_engine.wrapping import hooks_of, named_modules
 from torch import nn
-
-from roundpipe.device.replica import hooks_of, named_modules
-from roundpipe.errors import RoundPipeError
 
 # Where transformers (5.0 and newer) has the hooks that collect a model's `hidden_states`, `attentions` and
 # `router_logits`. It is looked up, not imported: it is there if it has registered such a hook.

@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-import rp_presets
 import torch
+from rp_engine import RoundPipeRunConfig, Runtime
+from rp_engine.estimates import HostMemoryCheck
+from rp_engine.wrapping import MasterKind, PinMode, register_lazy_hooks
 from rp_transfer import MappedFiles, group
 from torch import nn
 
-from roundpipe.device.lazy_hooks import register_lazy_hooks
-from roundpipe.engine.memory.foresight import Foresight
-from roundpipe.models.adapters import PER_CALL, base_of
+from roundpipe.models.adapters import PER_CALL, adds_to_outputs, base_of
 from roundpipe.models.auto import AutoRoundPipe, not_a_row
 from roundpipe.models.base import wrappers
-from roundpipe.models.partition import Options, Rules, Splitter, config_for, flat_row, module_bytes
+from roundpipe.models.partition import Rules, Splitter, flat_row, module_bytes
+from roundpipe.models.presets import row_of_preset
 from roundpipe.models.roundpipe import RoundPipe
+from roundpipe.models.unfit import refuse_unfit
 from roundpipe.models.wrapped.call_site import caller
-from roundpipe.models.wrapped.master_dtype import master_dtype
-from roundpipe.packing.foreign import check_not_packed_by_others
-from roundpipe.runtime.runtime import Runtime, default_runtime
-from roundpipe.settings.run_config import RoundPipeRunConfig, given
-from roundpipe.state.layers import PinMode
-from roundpipe.state.model_state import HostOptions, MasterKind
+from roundpipe.models.wrapped.foreign import check_not_packed_by_others
+from roundpipe.models.wrapped.options import WrapOptions, given_config
 
 
 def wrap_model_to_roundpipe(
@@ -75,28 +73,35 @@ def wrap_model_to_roundpipe(
     1
 
     Raises `NotImplementedError` if `use_sequential_preset` is True and no preset supports the model; `ValueError`
-    or `TypeError` for an unsupported model or an invalid argument. The model is then unchanged.
+    or `TypeError` for an unsupported model or an invalid argument; `ImportError` for a model of transformers if
+    rp-presets is not installed and `use_sequential_preset` is not False. The model is then unchanged.
     """
     _check(model, use_sequential_preset, lower_threshold, upper_threshold, skip_modules)
     check_not_packed_by_others(model)
     name = caller() if name is None else name
-    options = Options(
-        optim_dtype=master_dtype(master, optim_dtype),
-        master=master,
+    options = WrapOptions(
+        optim_dtype=optim_dtype,
+        model_run_config=model_run_config,
         pin_model=pin_model,
         runtime=runtime,
         compile_layers=compile_layers,
         double_buffer=double_buffer,
+        master=master,
         step_in_backward=step_in_backward,
     )
     base, required = base_of(model), use_sequential_preset is True
-    row = None if use_sequential_preset is False else _preset(base, example_inputs, required=required)
+    if required and adds_to_outputs(model):
+        raise NotImplementedError(
+            f"use_sequential_preset=True asks for a row of layers, but the {type(model.base_model).__name__} of "
+            "this PEFT model adds to what the base model returns, which a row would leave out; leave it away"
+        )
+    is_row = use_sequential_preset is not False and not adds_to_outputs(model)
+    row = row_of_preset(base, example_inputs, required=required) if is_row else None
     rules = Rules(
         lower_threshold,
         _upper(model, upper_threshold, options),
         skip_modules,
         _configs(override_config),
-        given("model_run_config", model_run_config),
     )
     if row is None and isinstance(model, nn.Sequential):
         row = flat_row(model, rules.upper_bytes)
@@ -110,24 +115,15 @@ def wrap_model_to_roundpipe(
     return wrapped
 
 
-def _preset(model: nn.Module, example_inputs: Mapping[str, Any] | None, *, required: bool) -> nn.Module | None:
-    try:
-        return rp_presets.to_sequential(model, example_inputs=example_inputs)
-    except rp_presets.UnsupportedModel:
-        if required:
-            raise
-        return None
-
-
-def _whole(row: nn.Module, model: nn.Module, name: str, rules: Rules, options: Options) -> RoundPipe:
+def _whole(row: nn.Module, model: nn.Module, name: str, rules: Rules, options: WrapOptions) -> RoundPipe:
     _check_used(rules, (model,))
-    return RoundPipe(row, name=name, model_run_config=config_for(model, rules), **options)
+    return RoundPipe(row, name=name, **options.under(rules.override.get(model)).arguments())
 
 
-def _taken_apart(model: nn.Module, name: str, rules: Rules, options: Options) -> RoundPipe | AutoRoundPipe:
+def _taken_apart(model: nn.Module, name: str, rules: Rules, options: WrapOptions) -> RoundPipe | AutoRoundPipe:
     register_lazy_hooks(model)
     splitter = Splitter(model, name, rules, options)
-    if options["step_in_backward"] and splitter.wrapped:
+    if options.step_in_backward and splitter.wrapped:
         raise not_a_row(name)
     _check_memory(splitter.wrapped, name, options)
     try:
@@ -135,36 +131,30 @@ def _taken_apart(model: nn.Module, name: str, rules: Rules, options: Options) ->
         if not splitter.wrapped and not any(module in rules.skip for module in model.modules()):
             return _whole(model, model, name, rules, options)
         _check_used(rules, splitter.wrapped)
-        return AutoRoundPipe(model, name, options["optim_dtype"], runtime=options["runtime"])
+        return AutoRoundPipe(model, name, options.host.optim_dtype, runtime=options.runtime)
     except BaseException:
         splitter.undo()
         raise
 
 
-def _check_memory(parts: Sequence[nn.Module], name: str, options: Options) -> None:
+def _check_memory(parts: Sequence[nn.Module], name: str, options: WrapOptions) -> None:
     """Check that the weights of all parts fit together, and their training: each part checks only its own."""
-    Foresight(name, _runtime(options)).check_wrapping(
+    HostMemoryCheck(name, options.devices()).check_wrapping(
         group(parts),
         MappedFiles.now(),
-        options=HostOptions(
-            options["pin_model"], options["optim_dtype"], options["double_buffer"], options["master"]
-        ),
+        options=options.host,
         in_training_mode=any(part.training for part in parts),
     )
 
 
-def _runtime(options: Options) -> Runtime:
-    return options["runtime"] or default_runtime()
-
-
-def _upper(model: nn.Module, upper_threshold: int | None, options: Options) -> int:
+def _upper(model: nn.Module, upper_threshold: int | None, options: WrapOptions) -> int:
     if upper_threshold is not None:
         return upper_threshold
-    return module_bytes(model) // (len(_runtime(options).lanes) + 1)
+    return module_bytes(model) // (len(options.devices().lanes) + 1)
 
 
 def _configs(override: Mapping[nn.Module, RoundPipeRunConfig] | None) -> dict[nn.Module, RoundPipeRunConfig]:
-    return {module: given("override_config", config) for module, config in (override or {}).items()}
+    return {module: given_config("override_config", config) for module, config in (override or {}).items()}
 
 
 def _check_used(rules: Rules, wrapped: tuple[nn.Module, ...]) -> None:
@@ -182,6 +172,7 @@ def _check(model: object, preset: object, lower: object, upper: object, skip: Co
         raise TypeError(f"model must be an nn.Module, but is a {type(model).__name__} instead")
     for _, wrapper in wrappers(model):
         raise TypeError(f"the model, or a part of it, is wrapped already, as {wrapper.name!r}; wrap it once")
+    refuse_unfit(model)
     if preset not in (True, False, None):
         raise ValueError(f"use_sequential_preset must be True, False or None, but is {preset!r} instead")
     for name, value in (("lower_threshold", lower), ("upper_threshold", 0 if upper is None else upper)):

@@ -1,6 +1,6 @@
 """`Wire`: sends and receives pieces of blocks over several gloo process groups.
 
-It uses only point-to-point calls of torch.distributed. A machine that fails breaks only the connections to itself.
+It uses only point-to-point calls. A machine that fails breaks only the connections to itself.
 `abort` breaks all, so that no thread keeps waiting.
 """
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rp_dist.control import GRACE_S, LEFT, Control
+from rp_dist.groups import Group
 
 _TAG_BITS = 20
 _SIZE_BITS = 9
@@ -51,7 +52,7 @@ class Posted:
 class Wire:
     """The connections to all other machines. `patience_s`: how long a machine that is alive may delay a piece."""
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], control: Control, patience_s: float) -> None:
+    def __init__(self, groups: Sequence[Group], control: Control, patience_s: float) -> None:
         self.groups = list(groups)
         self.control = control
         self.patience_s = patience_s
@@ -64,26 +65,27 @@ class Wire:
 
     def send(self, piece: Tensor, peer: int, slot: int, connection: int) -> Posted:
         """Start to send a piece, 1-D and contiguous; return before it is received."""
-        return self._post(dist.isend, piece, peer, slot, connection, True)
+        return self._post(self._group(connection).send, piece, peer, slot, True)
 
     def receive(self, piece: Tensor, peer: int, slot: int, connection: int) -> Posted:
         """Start to receive a piece that the other machine sends on the same slot and connection."""
-        return self._post(dist.irecv, piece, peer, slot, connection, False)
+        return self._post(self._group(connection).recv, piece, peer, slot, False)
+
+    def _group(self, connection: int) -> Group:
+        self.control.raise_error()
+        return self.groups[connection % len(self.groups)]
 
     def _post(
         self,
-        call: Callable[..., dist.Work | None],
+        call: Callable[[list[Tensor], int, int], dist.Work],
         piece: Tensor,
         peer: int,
         slot: int,
-        connection: int,
         is_sent: bool,
     ) -> Posted:
-        self.control.raise_error()
         data = piece.view(torch.uint8)
         with _named(self, peer):
-            work = call(data, peer, group=self.groups[connection % len(self.groups)], tag=slot)
-        assert work is not None
+            work = call([data], peer, slot)
         return Posted(work, data, peer, is_sent)
 
     def wait(self, posted: Posted) -> None:
@@ -126,22 +128,18 @@ class Wire:
             _break(group, peer)
 
     def close(self) -> None:
-        """Close the groups."""
-        for group in self.groups:
-            with suppress(RuntimeError, ValueError):
-                dist.destroy_process_group(group)
+        """Close the groups, as far as no thread is stuck in one."""
         self.groups = []
 
 
-def _break(group: dist.ProcessGroup, peer: int) -> None:
+def _break(group: Group, peer: int) -> None:
     """Close all of a group's connections by a receive from `peer` that times out.
 
     This does nothing if the connection to `peer` is closed already, so callers try it with every machine. Closing
     on a timeout is documented, unlike gloo's calls to abort.
     """
     with suppress(RuntimeError, ValueError):
-        work = dist.irecv(torch.empty(1), peer, group=group, tag=_NEVER_SENT)
-        assert work is not None
+        work = group.recv([torch.empty(1)], peer, _NEVER_SENT)
         work.wait(timedelta(milliseconds=1))
 
 

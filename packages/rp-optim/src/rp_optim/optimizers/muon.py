@@ -41,7 +41,7 @@ class Muon(AdamSteps, torch.optim.Muon):
     The ``state_dict`` and that of ``torch.optim.Muon`` can load each other if all parameters are matrices.
     `foreach` and `fused` are accepted and change nothing. `state`: as for `rp_optim.Adam`. `ns_dtype`: the dtype
     of the Newton-Schulz iteration, bf16 or fp32. None: bf16, as in torch, if the processor multiplies bf16
-    matrices fast (AMX), else fp32. The iteration takes most of a step; docs/performance.md has its time. Its
+    matrices fast (AMX), else fp32. The iteration takes most of a step (benchmarks/results/performance.md). Its
     matrix products are torch's, so the last bits depend on the processor, unlike those of this package's other
     optimizers.
 

@@ -70,7 +70,7 @@ def dtype_here() -> torch.dtype:
     """Return bf16, as in torch.optim.Muon, if the processor has instructions for bf16 matrices (AMX); else fp32.
 
     Without AMX, products in bf16 take two to nine times as long as in fp32, which is more exact
-    (docs/performance.md).
+    (benchmarks/results/performance.md).
     """
     has_tiles = bool(torch.cpu._is_amx_tile_supported())  # pyright: ignore[reportPrivateUsage] - torch has no public name
     dtype = torch.bfloat16 if has_tiles else torch.float32

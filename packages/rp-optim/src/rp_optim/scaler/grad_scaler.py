@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Self, TypeVar, cast
 
 import torch
 
@@ -29,6 +30,9 @@ class GradScaler:
     function, which runs later. Each gradient is divided by the scale of its loss: an asynchronous `update` runs in
     order with the steps, while the training loop continues with the result of the update before it. So results do
     not depend on the speed of the machine.
+
+    Like torch's it can be pickled and copied between iterations. A copy steps on the same thread; one that was
+    pickled has none until you give it one by ``GradScaler(thread=...)`` and `load_exact_state`.
 
     >>> scaler = GradScaler(init_scale=8.0)
     >>> weight = torch.nn.Parameter(torch.ones(1))
@@ -303,6 +307,49 @@ class GradScaler:
         self._own, self._unscale_with = latest, state["unscale_with"]
         self._loop.load_exact_state(used, latest, state)
 
+    # Copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: all numbers and settings, and no thread, which belongs to this process.
+
+        As with torch's scaler between the steps of an iteration: raises `ScalerMisuse` after an `unscale_` or
+        `step` that no `update` has followed.
+        """
+        self._settle()
+        if self._steps.has_begun():
+            raise ScalerMisuse(
+                "a GradScaler was pickled or copied between unscale_ or step and the update of that iteration; do "
+                "it after update"
+            )
+        added = {name: value for name, value in vars(self).items() if name not in _OWN}
+        return {**added, "enabled": self.enabled, "numbers": asdict(self._own), "exact": self.exact_state()}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """Begin with what was pickled. Steps run at once, as without a thread."""
+        self._begin_from(state, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return an independent scaler, whose steps run on the same thread."""
+        made = type(self).__new__(type(self))
+        made._begin_from(copy.deepcopy(self.__getstate__(), memo), self._thread)
+        return made
+
+    def __copy__(self) -> Self:
+        """Return an independent scaler: two that shared their numbers would both change them."""
+        return self.__deepcopy__({})
+
+    def _begin_from(self, state: Mapping[str, Any], thread: OptimizerThread | None) -> None:
+        own = {"enabled", "numbers", "exact"}
+        vars(self).update({name: value for name, value in state.items() if name not in own})
+        vars(self)["enabled"] = state["enabled"]
+        self._thread = thread
+        self._own = ScaleNumbers(**state["numbers"])
+        self._unscale_with = self._own.scale
+        self._forget_steps()
+        self._loop = LoopView(self._own)
+        if self.enabled:
+            self.load_exact_state(state["exact"])
+
     def _settle(self) -> None:
         if self._thread is not None and not self._on_thread():
             self._thread.synchronize_optim()
@@ -332,6 +379,10 @@ class GradScaler:
             # Makes `_has_failed` return True even if the step function swallows the exception.
             self._failed_before = -1
             raise
+
+
+# What `GradScaler` sets on itself; users and subclasses may add to it.
+_OWN = frozenset({"enabled", "_thread", "_own", "_unscale_with", "_steps", "_failed_before", "_loop"})
 
 
 def _scaled(outputs: Any, factor: torch.Tensor) -> Any:

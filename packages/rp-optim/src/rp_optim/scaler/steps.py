@@ -29,6 +29,10 @@ class ScaledSteps:
         # Whether an optimizer's gradients have an infinity or NaN; only of those that have gradients.
         self._infinite: dict[torch.optim.Optimizer, bool] = {}
 
+    def has_begun(self) -> bool:
+        """Whether any optimizer was unscaled or stepped since the last update."""
+        return bool(self._stages)
+
     def has_any(self) -> bool:
         """Whether the gradients of any optimizer were unscaled."""
         return bool(self._infinite)

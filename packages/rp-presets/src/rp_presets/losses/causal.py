@@ -6,10 +6,10 @@ from typing import Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from rp_presets.losses.lazy_logits import LazyLogits
+from rp_presets.once import once_differentiable, tie
 
 Reduction = Literal["sum", "mean"]
 
@@ -95,6 +95,7 @@ class _SumOfChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: _Context, logits: Tensor, targets: Tensor, counted: Tensor, chunk_positions: int) -> Tensor:
+        tie(ctx, logits)
         # An ignored target may be any number, but `gather` needs a valid index.
         targets = targets.where(counted, 0)[:, None]
         ctx.save_for_backward(logits, targets, counted[:, None])

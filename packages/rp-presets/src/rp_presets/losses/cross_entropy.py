@@ -8,12 +8,12 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from rp_presets.losses.elementwise import Cast, Step, apply
 from rp_presets.losses.gradient_sums import GradientSums
 from rp_presets.losses.row_chunks import LossWork, Options, chunk_rows, chunks, wide
+from rp_presets.once import once_differentiable, tie
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,7 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: _Context, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: LossWork) -> Tensor:
+        tie(ctx, hidden, weight, bias)
         needs = [work.with_grad and needed for needed in ctx.needs_input_grad[:3]]
         sums = GradientSums.of(hidden, weight, bias, needs)
         dtype = wide(hidden.dtype)
@@ -191,6 +192,7 @@ class _PerRow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: _Context, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: LossWork) -> Tensor:
+        tie(ctx, hidden, weight, bias)
         ctx.save_for_backward(hidden, weight, bias)
         ctx.work = work
         losses = hidden.new_empty(len(hidden), dtype=work.options.dtype)

@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from rp_presets.losses.cross_entropy import Head, cross_entropy
 from rp_presets.losses.recording import RECORDED
 from rp_presets.losses.row_chunks import Options
+from rp_presets.once import once_differentiable, tie
 
 # Any, since these are arguments and results of many different torch functions.
 Function = Callable[..., Any]
@@ -193,6 +193,7 @@ class _PlaceholderNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LazyLogits:
+        tie(ctx, hidden, weight, bias)
         ctx.save_for_backward(hidden, weight, bias)
         ctx.steps = head.steps
         return _without_graph(head)

@@ -67,6 +67,10 @@ class OwnLoss:
             self._counted(completed)
         return completed
 
+    def labels_in(self, kwargs: Mapping[str, Any]) -> int:
+        """Return how many labels of a batch count in its loss. Raises as `with_total`."""
+        return self._count(kwargs)
+
     def share(self, part: Mapping[str, Any], whole: Mapping[str, Any]) -> Share:
         """Return the share of a part of the batch. `whole`: the arguments that `with_total` returned."""
         rows = len(self._counted(part)[1]) / len(self._counted(whole)[1])
@@ -134,6 +138,10 @@ class OwnLosses:
     def with_total(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """See `OwnLoss.with_total`. Raises what `observe` raises, such as `UnknownLoss`."""
         return self._of(kwargs).with_total(kwargs)
+
+    def labels_in(self, kwargs: Mapping[str, Any]) -> int:
+        """See `OwnLoss.labels_in`."""
+        return self._of(kwargs).labels_in(kwargs)
 
     def share(self, part: Mapping[str, Any], whole: Mapping[str, Any]) -> Share:
         """See `OwnLoss.share`."""

@@ -15,9 +15,9 @@ from rp_presets.observing.trace import Seen, undisturbed
 from rp_presets.rows import capture
 from rp_presets.rows.absent import Spec
 from rp_presets.rows.arguments import use_cache_of
-from rp_presets.rows.layout import Layout, Like
+from rp_presets.rows.layout import Like, RowLayout
 from rp_presets.rows.recorder import direct_tensors
-from rp_presets.rows.skeleton import Method, Part, Stub, in_session, skeleton
+from rp_presets.rows.skeleton import CalledModule, Method, Stub, in_session, skeleton
 from rp_presets.rows.trees import leaves, mapped
 
 
@@ -28,7 +28,7 @@ class Imagined:
     `tokens`: the number of tokens in the batch that `seen` comes from.
     """
 
-    def __init__(self, layout: Layout, seen: Sequence[Seen], tokens: int, device: torch.device) -> None:
+    def __init__(self, layout: RowLayout, seen: Sequence[Seen], tokens: int, device: torch.device) -> None:
         self.device = device
         self._layout = layout
         self._collected = [
@@ -47,14 +47,14 @@ class Imagined:
             lambda leaf: _passed_on(leaf, given) if isinstance(leaf, Like) else leaf, segment.results[stub.index]
         )
 
-    def part(self, part: Part | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def part(self, part: CalledModule | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Session.part`."""
-        inner = part.held() if isinstance(part, Part) else None
+        inner = part.held() if isinstance(part, CalledModule) else None
         if isinstance(inner, nn.Dropout):
             return args[0]
         return _waves(args[0], inner.out_features) if isinstance(inner, nn.Linear) else part.run(args, kwargs)
 
-    def read(self, part: Part, name: str) -> Any:
+    def read(self, part: CalledModule, name: str) -> Any:
         """See `Session.read`."""
         return getattr(part.held(), name)
 
@@ -81,7 +81,7 @@ def _waves(rows: Tensor, width: int, number: int = 1) -> Tensor:
     return waves.to(torch.promote_types(rows.dtype, torch.float32))
 
 
-def own_losses(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mapping[str, Any]) -> OwnLosses:
+def own_losses(model: nn.Module, layout: RowLayout, seen: Sequence[Seen], inputs: Mapping[str, Any]) -> OwnLosses:
     """Return the model's own losses, each observed at the first call with its kind of labels."""
     first = next(value for value in inputs.values() if isinstance(value, Tensor))
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -15,13 +15,13 @@ from rp_presets.observing.randomness import seed_generators
 from rp_presets.observing.trace import Seen
 from rp_presets.rows.carry import Carry, Origin, Value
 from rp_presets.rows.glue import Epilogue, Glue, Interlude, Prologue
-from rp_presets.rows.layout import Layout
+from rp_presets.rows.layout import RowLayout
 from rp_presets.rows.trees import leaves
 
 _SEEDS = (1, 2, 3)
 
 
-def proven(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mapping[str, Any]) -> Layout:
+def proven(model: nn.Module, layout: RowLayout, seen: Sequence[Seen], inputs: Mapping[str, Any]) -> RowLayout:
     """Prove that the layout is a row; return it with everything that the code after layers needs from before them.
 
     Raises `NotARow` if a list of layers is not a row.
@@ -45,7 +45,7 @@ def proven(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mappi
     return layout
 
 
-def _refuse_memory(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mapping[str, Any]) -> None:
+def _refuse_memory(model: nn.Module, layout: RowLayout, seen: Sequence[Seen], inputs: Mapping[str, Any]) -> None:
     """Refuse code whose result depends on how often it ran: each device has a copy, which runs at other times."""
     later = range(1, len(layout.segments))
     glues = [
@@ -92,7 +92,7 @@ def _is_enough(outcome: Callable[[], list[Any]], reference: list[Any]) -> bool:
 
 
 def _origins(
-    model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mapping[str, Any], stage: int
+    model: nn.Module, layout: RowLayout, seen: Sequence[Seen], inputs: Mapping[str, Any], stage: int
 ) -> set[Origin]:
     """Return the origins of everything that is computed before the code of a stage."""
     carry = _passed_to_stage(model, layout, seen, inputs, stage, _SEEDS[0])
@@ -101,7 +101,7 @@ def _origins(
 
 
 def _passed_to_stage(
-    model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mapping[str, Any], stage: int, seed: int
+    model: nn.Module, layout: RowLayout, seen: Sequence[Seen], inputs: Mapping[str, Any], stage: int, seed: int
 ) -> Carry:
     """Return the carry that the code of a stage gets if the layers return their observed results."""
     seed_generators(seed)
@@ -132,7 +132,7 @@ def _after_layers(carry: Carry, seen: Seen) -> Carry:
 
 def _outcome(
     model: nn.Module,
-    layout: Layout,
+    layout: RowLayout,
     seen: Sequence[Seen],
     inputs: Mapping[str, Any],
     stage: int,

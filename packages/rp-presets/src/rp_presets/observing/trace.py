@@ -15,9 +15,9 @@ from rp_presets.observing.attributes import Attributes, holds_others, is_scratch
 from rp_presets.observing.hidden import Reads, held_by
 from rp_presets.observing.randomness import generators, seed_generators
 from rp_presets.rows import capture
-from rp_presets.rows.layout import Layout, Like, Segment
+from rp_presets.rows.layout import Like, RowLayout, Segment
 from rp_presets.rows.recorder import boxes_of, direct_tensors
-from rp_presets.rows.skeleton import Method, Part, Stub, in_session, skeleton
+from rp_presets.rows.skeleton import CalledModule, Method, Stub, in_session, skeleton
 from rp_presets.rows.trees import contents_of, is_plain, leaves, mapped, same
 
 
@@ -84,11 +84,11 @@ class Trace:
         self._assign_used(len(self._order))
         self._check_others()
 
-    def layout(self, *, cache_argument: bool) -> Layout:
+    def layout(self, *, cache_argument: bool) -> RowLayout:
         """Return the observed layout."""
         segments = [Segment(self._names[number], tuple(self._templates[number])) for number in self._order]
         parts = [frozenset(self._used[phase]) for phase in range(len(segments) + 1)]
-        return Layout(
+        return RowLayout(
             tuple(segments),
             self._spine,
             tuple(parts),
@@ -133,12 +133,12 @@ class Trace:
         self._results[stub.segment].append(result)
         return result
 
-    def part(self, part: Part | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def part(self, part: CalledModule | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Session.part`."""
         self._note_use(part.part.path if isinstance(part, Method) else part.path)
         return part.run(args, kwargs)
 
-    def read(self, part: Part, name: str) -> Any:
+    def read(self, part: CalledModule, name: str) -> Any:
         """See `Session.read`."""
         self._note_use(part.path)
         return getattr(part.held(), name)

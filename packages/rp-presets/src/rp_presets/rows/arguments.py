@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rp_presets.rows.absent import Spec
-from rp_presets.rows.layout import Layout
+from rp_presets.rows.layout import RowLayout
 from rp_presets.rows.trees import mapped
 
 _CACHES = ("past_key_values", "cache_params")
@@ -24,13 +24,13 @@ def names_of(model: nn.Module) -> list[str]:
     return [name for name in inspect.signature(forward).parameters if name != "self"]
 
 
-def use_cache_of(layout: Layout) -> dict[str, Any]:
+def use_cache_of(layout: RowLayout) -> dict[str, Any]:
     """Return the argument that keeps the model from creating a key-value cache, if it takes one."""
     return {"use_cache": False} if layout.cache_argument else {}
 
 
 def without_cache(
-    model: nn.Module, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module, layout: RowLayout, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments, changed so that the model creates no key-value cache.
 
@@ -59,7 +59,7 @@ def asks_for_more(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return any(name.startswith("output_") and value is True for name, value in given)
 
 
-def travelling(model: nn.Module, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def travelling(model: nn.Module, layout: RowLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return ``(args, kwargs)`` for the code after the layers.
 
     Large tensors such as embeddings and images, if only read before the layers, are replaced by their shapes.

@@ -13,7 +13,7 @@ from rp_presets.rows.absent import Absent, StandIn, standing_in
 from rp_presets.rows.arguments import asks_for_more, travelling, without_cache
 from rp_presets.rows.carry import Carry
 from rp_presets.rows.layer import SharesConfigs
-from rp_presets.rows.layout import Layout
+from rp_presets.rows.layout import RowLayout
 from rp_presets.rows.session import Reached, Run
 from rp_presets.rows.skeleton import in_session, skeleton
 from rp_presets.rows.trees import leaves
@@ -28,7 +28,7 @@ class Glue(SharesConfigs):
     # The submodules that an engine compiles: none, since this is the model's code around its layers.
     compiled_submodules = ()
 
-    def __init__(self, model: nn.Module, layout: Layout, stage: int) -> None:
+    def __init__(self, model: nn.Module, layout: RowLayout, stage: int) -> None:
         super().__init__()
         self.layout = layout
         self.stage = stage
@@ -77,7 +77,7 @@ class Glue(SharesConfigs):
 class Prologue(Glue):
     """The first layer of a row: takes the model's arguments, and runs the code before its layers."""
 
-    def __init__(self, model: nn.Module, layout: Layout) -> None:
+    def __init__(self, model: nn.Module, layout: RowLayout) -> None:
         super().__init__(model, layout, 0)
 
     def forward(self, *args: Any, **kwargs: Any) -> Carry:
@@ -101,7 +101,7 @@ class Interlude(Glue):
 class Epilogue(Glue):
     """The last layer of a row: runs the code after the layers, and returns the model's output."""
 
-    def __init__(self, model: nn.Module, layout: Layout) -> None:
+    def __init__(self, model: nn.Module, layout: RowLayout) -> None:
         super().__init__(model, layout, len(layout.segments))
 
     def forward(self, carry: Carry) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rp_presets.errors import UnsupportedModel
 from rp_presets.rows.capture import capturing
 from rp_presets.rows.carry import BoxKey, Carry, LayerCall, Value
-from rp_presets.rows.layout import Layout
+from rp_presets.rows.layout import RowLayout
 from rp_presets.rows.trees import contents_of, filled, leaves, mapped, same
 
 
@@ -41,7 +41,7 @@ class Layer(SharesConfigs):
     # The submodules that an engine compiles. The code around them differs from layer to layer.
     compiled_submodules = ("layer",)
 
-    def __init__(self, layer: nn.Module, index: int, layout: Layout) -> None:
+    def __init__(self, layer: nn.Module, index: int, layout: RowLayout) -> None:
         super().__init__()
         self.layer = layer
         self.index = index

@@ -32,7 +32,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RowLayout:
     """The structure of a model as a row.
 
     `segments`: its lists of layers, in the order in which they run. `spine`: the names of the modules that contain
@@ -50,7 +50,7 @@ class Layout:
     written: frozenset[str]
     hooks: Hooks
 
-    def __deepcopy__(self, memo: object) -> Layout:
+    def __deepcopy__(self, memo: object) -> RowLayout:
         del memo
         return self
 

@@ -1,4 +1,4 @@
-"""`Recorder`: records the calls of a list of layers that do not run, with placeholders for their results."""
+"""`CallRecorder`: records the calls of a list of layers that do not run, with placeholders for their results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rp_presets.rows.layout import Like
 from rp_presets.rows.trees import Box, contents_of, emptied, is_box, is_plain, leaves, like_tuple, mapped, same
 
 
-class Recorder:
+class CallRecorder:
     """Records the calls of a list of layers.
 
     `values`: the tensors in their arguments that no layer computed, by key. `touched`: see `Absent`. `refuse`:

@@ -20,9 +20,9 @@ from rp_presets.losses import lazy_logits
 from rp_presets.rows import capture
 from rp_presets.rows.absent import Absent, Spec, standing_in
 from rp_presets.rows.carry import BoxKey, Carry, LayerCall, Origin, Program, Value
-from rp_presets.rows.layout import Layout
-from rp_presets.rows.recorder import Recorder, boxes_of, direct_tensors
-from rp_presets.rows.skeleton import Method, Part, Stub
+from rp_presets.rows.layout import RowLayout
+from rp_presets.rows.recorder import CallRecorder, boxes_of, direct_tensors
+from rp_presets.rows.skeleton import CalledModule, Method, Stub
 from rp_presets.rows.trees import Box, leaves, mapped, refill
 from rp_presets.truths import Truths
 
@@ -41,7 +41,7 @@ class Run:
     def __init__(
         self,
         stage: int,
-        layout: Layout,
+        layout: RowLayout,
         device: torch.device,
         before: Carry | None,
         at_its_code: Callable[[], object] = lambda: None,
@@ -62,7 +62,7 @@ class Run:
         self._counts: Counter[tuple[int, str]] = Counter()
         self._past: dict[Origin, Any] = {} if before is None else dict(before.program.past)
         self._parts: dict[Origin, Any] = {} if before is None else dict(before.parts)
-        self._recorder = Recorder(device, self._touched, self._refuse)
+        self._recorder = CallRecorder(device, self._touched, self._refuse)
         self._collected: dict[str, Any] = {}
         self._boxes: dict[int, Box] = {}
         self._refusal: NotARow | None = None
@@ -90,7 +90,7 @@ class Run:
             self._end_of_segment(stub.segment)
         return result
 
-    def part(self, part: Part | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def part(self, part: CalledModule | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Session.part`."""
         if self._phase > self._stage:
             raise Reached
@@ -104,7 +104,7 @@ class Run:
             self._parts[origin] = mapped(_cloned, result)
         return result
 
-    def read(self, part: Part, name: str) -> Any:
+    def read(self, part: CalledModule, name: str) -> Any:
         """See `Session.read`."""
         if self._phase > self._stage:
             raise Reached
@@ -171,11 +171,11 @@ class Run:
         kwargs: dict[str, Any] = {} if self._before is None else self._before.arguments[1]
         return any("label" in name and value is not None for name, value in kwargs.items())
 
-    def _run(self, part: Part | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, part: CalledModule | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # With labels, only the model's own loss is likely to read the logits of a linear layer that widens its
         # input.
         is_last = self._stage == len(self._layout.segments)
-        if is_last and isinstance(part, Part) and len(args) == 1 and self._has_labels():
+        if is_last and isinstance(part, CalledModule) and len(args) == 1 and self._has_labels():
             inner = part.held()
             if isinstance(inner, nn.Linear) and inner.out_features > inner.in_features:
                 return lazy_logits(inner, args[0])

@@ -33,11 +33,11 @@ class Session(Protocol):
         """Return the result of a layer's call."""
         ...
 
-    def part(self, part: Part | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def part(self, part: CalledModule | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of a call of a part or of one of its methods."""
         ...
 
-    def read(self, part: Part, name: str) -> Any:
+    def read(self, part: CalledModule, name: str) -> Any:
         """Return an attribute of a part that is a tensor, a module or a method."""
         ...
 
@@ -155,7 +155,7 @@ class Outline:
         return self
 
 
-class Part(nn.Module):
+class CalledModule(nn.Module):
     """Stands for a module that the code around the layers calls; holds the module if it runs in this stage.
 
     `path`: the module's name in the model. `inner`: the module; None if it is not held.
@@ -212,7 +212,7 @@ class Part(nn.Module):
 class Method:
     """A method of a part that the code around the layers calls. `path`: its name in the model."""
 
-    def __init__(self, part: Part, name: str) -> None:
+    def __init__(self, part: CalledModule, name: str) -> None:
         self.part = part
         self.name = name
         self.path = f"{part.path}.{name}"
@@ -291,7 +291,7 @@ def skeleton(
             vars(result)["_like"] = next((Spec.of(one) for one in module.parameters()), None)
             vars(result)["parameters"] = types.MethodType(_parameters, result)
             return result
-        return Part(path, module, is_held=is_held(path))
+        return CalledModule(path, module, is_held=is_held(path))
 
     return copied(model, "")
 

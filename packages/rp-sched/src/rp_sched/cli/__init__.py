@@ -156,19 +156,19 @@ def _setting(options: argparse.Namespace) -> Setting:
 
 def _plan(options: argparse.Namespace) -> str:
     setting = _setting(options)
-    course = setting.course(_strategy(options))
-    steady_ms, alone_ms = course.steady_ms(setting.devices), course.alone_ms(setting.devices)
-    calls = setting.dealt(course, STEADY_CALLS)
-    loads_ms = course.loads_ms(setting.devices)
+    priced = setting.priced_plan(_strategy(options))
+    steady_ms, alone_ms = priced.steady_ms(setting.devices), priced.alone_ms(setting.devices)
+    calls = setting.dealt(priced, STEADY_CALLS)
+    loads_ms = priced.loads_ms(setting.devices)
     timeline = setting.play(calls)
     lines = [
         f"{len(setting.costs)} layers, {setting.microbatches} microbatches, {setting.devices} devices, "
-        f"of which {course.used(setting.devices)} are used",
+        f"of which {priced.used(setting.devices)} are used",
         f"calls that follow each other: {_against(steady_ms, setting)}; alone: {_against(alone_ms, setting)}",
-        f"bound by {course.bottleneck(setting.devices)}; busy, ms a call: {_listed(loads_ms)}",
+        f"bound by {priced.bottleneck(setting.devices)}; busy, ms a call: {_listed(loads_ms)}",
         f"memory, bytes: {max(timeline.peak_bytes)} on a device at most, {timeline.host_peak_bytes} on the host "
         "without optimizer state",
-        repr(course.plan),
+        repr(priced.plan),
         *(map(repr, calls[0]) if options.show_tasks else ()),
         _pictures(options, timeline),
     ]

@@ -13,7 +13,7 @@ from rp_sched.problem.limits import NO_LIMITS, Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.validation import check_problem
-from rp_sched.simulation.makespan import Course
+from rp_sched.simulation.makespan import PricedPlan
 from rp_sched.simulation.simulate import STEADY_CALLS, simulating
 from rp_sched.simulation.stage_costs import Loads
 
@@ -38,8 +38,8 @@ class Search:
     >>> search.best_ms <= before
     True
 
-    `best`: the `Course` of the best plan so far; set from the start. `best_ms`: its steady-state time per call
-    (see `Course.steady_ms`). `steps`: the work of the searches that are over (one per number of devices), in
+    `best`: the `PricedPlan` of the best plan so far; set from the start. `best_ms`: its steady-state time per call
+    (see `PricedPlan.steady_ms`). `steps`: the work of the searches that are over (one per number of devices), in
     simulated steps of one microbatch in one stage. `first`: plans within the limits to start from, in addition to
     that of `roundrobin`. `quick_plans`: how many more plans the constructor tries.
 
@@ -80,7 +80,7 @@ class Search:
             plan.check(len(costs), mode)
             plan.check_microbatches(microbatches)
         finder = self._finder(devices, first)
-        self.best, self.best_ms = self._best_course(finder), finder.best_ms
+        self.best, self.best_ms = self._best_priced_plan(finder), finder.best_ms
         self._first_finder = finder
         self._source = (finder, finder.best)
         self._run = self._all(finder)
@@ -95,8 +95,8 @@ class Search:
         self._advance(None, time.perf_counter() + non_negative("budget_ms", budget_ms) / 1e3)
         return self.is_done
 
-    def finish(self) -> Course:
-        """Search to the end; return the best course.
+    def finish(self) -> PricedPlan:
+        """Search to the end; return the best priced plan.
 
         >>> Search([LayerCost(1.0)], devices=1, microbatches=1, mode="infer").finish().plan
         Plan(F[0:1])
@@ -104,7 +104,7 @@ class Search:
         self._advance(None, float("inf"))
         return self.best
 
-    def settle(self) -> Course:
+    def settle(self) -> PricedPlan:
         """Search to the end, then compare the best plan with rivals by `simulated_ms`; return the fastest.
 
         >>> Search([LayerCost(1.0)], devices=1, microbatches=1, mode="infer").settle().plan
@@ -146,16 +146,16 @@ class Search:
         if not self._loads.shares_nothing:
             yield from self._compare(self._rivals())
 
-    def _rivals(self) -> list[Course]:
+    def _rivals(self) -> list[PricedPlan]:
         published = RoundRobin().plan(
             self._loads, devices=self._devices, microbatches=self._microbatches, mode=self._mode
         )
-        course = Course.unchecked(published, self._loads, self._mode, self._microbatches)
-        rivals = {rival.plan: rival for rival in (course, *self._first_finder.rivals())}
+        priced = PricedPlan.unchecked(published, self._loads, self._mode, self._microbatches)
+        rivals = {rival.plan: rival for rival in (priced, *self._first_finder.rivals())}
         allowed = (rival for rival in rivals.values() if self._loads.fits_host(rival.plan, self._microbatches))
         return [rival for rival in allowed if rival.plan != self.best.plan]
 
-    def _compare(self, rivals: Sequence[Course]) -> Generator[None]:
+    def _compare(self, rivals: Sequence[PricedPlan]) -> Generator[None]:
         left = SETTLED_STEPS - STEADY_CALLS * self.best.steps
         if left < 0:
             return
@@ -211,19 +211,19 @@ class Search:
         limits = self._loads.limits.first(devices)
         return self._loads if limits is self._loads.limits else Loads(self._loads.costs, limits)
 
-    def _best_course(self, finder: Finder) -> Course:
+    def _best_priced_plan(self, finder: Finder) -> PricedPlan:
         if finder.devices == self._devices:
             return finder.best
         plan = replace(finder.best.plan, devices=finder.devices)
-        return Course.unchecked(plan, self._loads, self._mode, self._microbatches)
+        return PricedPlan.unchecked(plan, self._loads, self._mode, self._microbatches)
 
     def _adopt(self, finder: Finder) -> None:
         """Adopt a finder's best plan if it is faster, or if it replaced the plan adopted from the same finder."""
-        course, (source, adopted) = finder.best, self._source
+        priced, (source, adopted) = finder.best, self._source
         better = finder.best_ms < self.best_ms * (1 - EQUAL)
-        if better or (source is finder and adopted is not course):
-            self._source = (finder, course)
-            self.best, self.best_ms = self._best_course(finder), finder.best_ms
+        if better or (source is finder and adopted is not priced):
+            self._source = (finder, priced)
+            self.best, self.best_ms = self._best_priced_plan(finder), finder.best_ms
 
 
 def fewer(devices: int) -> int:

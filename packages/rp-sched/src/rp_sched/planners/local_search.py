@@ -10,7 +10,7 @@ from rp_sched.planners.search_space import Division, Shape, Space
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.task_kinds import TaskKind
-from rp_sched.simulation.makespan import MOST_CALLS, Course, Pace, pace
+from rp_sched.simulation.makespan import MOST_CALLS, Pace, PricedPlan, pace
 from rp_sched.simulation.stage_costs import Loads
 
 # Up to these sizes every plan is simulated, or excluded by its bound. There are about 4^layers * microbatches
@@ -47,9 +47,9 @@ class Finder:
     ) -> None:
         self.best_ms = float("inf")
         self.devices = devices
-        self._best: Course | None = None
+        self._best: PricedPlan | None = None
         # By the most tasks among which a stage's microbatches are divided: the fastest plan and its time.
-        self._divided: dict[int, tuple[float, Course]] = {}
+        self._divided: dict[int, tuple[float, PricedPlan]] = {}
         self._space = Space(loads, mode=mode, devices=devices, microbatches=microbatches)
         self._least_ms = self._space.bound_ms()
         self.steps = 0
@@ -59,8 +59,8 @@ class Finder:
             self._try(plan, MOST_CALLS)
 
     @property
-    def best(self) -> Course:
-        """The fastest course so far. Raises `Infeasible` if host memory is too small for every plan."""
+    def best(self) -> PricedPlan:
+        """The fastest priced plan so far. Raises `Infeasible` if host memory is too small for every plan."""
         if self._best is None:
             leanest, host = self._space.leanest(), self._space.loads.limits.host_memory_bytes
             raise Infeasible(None, self._space.loads.host_bytes(leanest, self._space.microbatches), host or 0)
@@ -84,14 +84,14 @@ class Finder:
         shapes = sorted(self._tried, key=self._tried.__getitem__)[:count]
         return [self._space.shaped(shape) for shape in shapes if self._tried[shape] < float("inf")]
 
-    def rivals(self) -> list[Course]:
+    def rivals(self) -> list[PricedPlan]:
         """Return the fastest plan for each number of tasks among which microbatches are divided, fastest first.
 
         Plans far slower than the best are left out, except the one that divides nothing.
         """
         near_ms = self.best_ms * RIVAL
         ranked = sorted(self._divided.items(), key=lambda item: item[1][0])
-        return [course for tasks, (ms, course) in ranked if ms <= near_ms or tasks == 1]
+        return [priced for tasks, (ms, priced) in ranked if ms <= near_ms or tasks == 1]
 
     def _leanest(self) -> list[Plan]:
         return [] if self._space.loads.limits.host_memory_bytes is None else [self._space.leanest()]
@@ -109,41 +109,41 @@ class Finder:
     def _try(self, plan: Plan, most_calls: int) -> float:
         """Simulate a plan for at most `most_calls` calls; return its time per call, infinite if it cannot win."""
         space = self._space
-        course = Course.unchecked(plan, space.loads, space.mode, space.microbatches)
-        if self._cannot_win(course):
+        priced = PricedPlan.unchecked(plan, space.loads, space.mode, space.microbatches)
+        if self._cannot_win(priced):
             return float("inf")
-        result = self._pace(course, most_calls)
-        if most_calls < MOST_CALLS and result.calls == most_calls and self._is_better(result.call_ms, course):
-            result = self._pace(course, MOST_CALLS)
-        if self._is_better(result.call_ms, course):
-            self._best, self.best_ms = course, result.call_ms
+        result = self._pace(priced, most_calls)
+        if most_calls < MOST_CALLS and result.calls == most_calls and self._is_better(result.call_ms, priced):
+            result = self._pace(priced, MOST_CALLS)
+        if self._is_better(result.call_ms, priced):
+            self._best, self.best_ms = priced, result.call_ms
         tasks = plan.tasks_a_stage
         if tasks not in self._divided or result.call_ms < self._divided[tasks][0]:
-            self._divided[tasks] = result.call_ms, course
+            self._divided[tasks] = result.call_ms, priced
         return result.call_ms
 
-    def _pace(self, course: Course, most_calls: int) -> Pace:
-        result = pace([course], self.devices, most_calls=most_calls)
+    def _pace(self, priced: PricedPlan, most_calls: int) -> Pace:
+        result = pace([priced], self.devices, most_calls=most_calls)
         choice = self.devices // DEVICES_A_STEP if self.devices > FEW_DEVICES else 0
-        steps = course.steps + len(course.jobs) * choice
-        self.steps += result.calls * steps * (1 if course.loads.plain else LINKED_STEPS)
+        steps = priced.steps + len(priced.jobs) * choice
+        self.steps += result.calls * steps * (1 if priced.loads.plain else LINKED_STEPS)
         return result
 
-    def _cannot_win(self, course: Course) -> bool:
+    def _cannot_win(self, priced: PricedPlan) -> bool:
         # The first bound is cheap; the second visits every step.
-        self.steps += len(course.jobs)
-        if not self._is_better(course.load_bound_ms(self.devices), course):
+        self.steps += len(priced.jobs)
+        if not self._is_better(priced.load_bound_ms(self.devices), priced):
             return True
-        self.steps += course.steps // STEPS_A_BOUND
-        if not self._is_better(course.bound_ms(self.devices), course):
+        self.steps += priced.steps // STEPS_A_BOUND
+        if not self._is_better(priced.bound_ms(self.devices), priced):
             return True
-        return not self._space.loads.fits_host(course.plan, course.microbatches)
+        return not self._space.loads.fits_host(priced.plan, priced.microbatches)
 
-    def _is_better(self, call_ms: float, course: Course) -> bool:
-        """Return whether a course with this time per call beats the best: faster, or as fast with fewer tasks."""
+    def _is_better(self, call_ms: float, priced: PricedPlan) -> bool:
+        """Return whether a plan with this time per call beats the best: faster, or as fast with fewer tasks."""
         if call_ms < self.best_ms * (1 - EQUAL) or self._best is None:
             return True
-        return call_ms <= self.best_ms * (1 + EQUAL) and len(course.jobs) < len(self._best.jobs)
+        return call_ms <= self.best_ms * (1 + EQUAL) and len(priced.jobs) < len(self._best.jobs)
 
     def _exact(self) -> Iterator[None]:
         for start in self._space.starts:
@@ -170,7 +170,7 @@ class Finder:
 
     def _simplify(self) -> Iterator[None]:
         """Try shapes with fewer tasks than the best plan, until none of them is as fast."""
-        before: Course | None = None
+        before: PricedPlan | None = None
         while before is not self.best:
             before = self.best
             for shape in simpler(self._space, before.plan):

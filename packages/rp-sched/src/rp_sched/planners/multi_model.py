@@ -14,7 +14,7 @@ from rp_sched.problem.limits import NO_LIMITS, Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.validation import check_problem
-from rp_sched.simulation.makespan import Course, pace
+from rp_sched.simulation.makespan import PricedPlan, pace
 from rp_sched.simulation.stage_costs import Loads
 
 # How many plans of each model are tried in addition to its best one.
@@ -54,7 +54,7 @@ def plan_together(
         return _published(models, published(strategy), devices, microbatches, mode, limits)
     parts = [_Model.of(costs, devices, microbatches, mode, limits) for costs in models]
     group = _Group(parts, devices, microbatches, limits)
-    return tuple(course.plan for course in group.best())
+    return tuple(priced.plan for priced in group.best())
 
 
 def _published(
@@ -77,10 +77,10 @@ def _published(
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """The candidate courses of one model: the fastest alone, that of `roundrobin`, the one with the least host
-    memory, then others."""
+    """The candidates of one model: the fastest alone, that of `roundrobin`, the one with the least host memory,
+    then others."""
 
-    courses: tuple[Course, ...]
+    priced_plans: tuple[PricedPlan, ...]
 
     @classmethod
     def of(
@@ -92,20 +92,20 @@ class _Model:
         published = RoundRobin().plan(loads, devices=devices, microbatches=microbatches, mode=mode)
         leanest = Space(loads, mode=mode, devices=devices, microbatches=microbatches).leanest()
         plans = dict.fromkeys([best, published, leanest, *search.others(OTHERS)])
-        return cls(tuple(Course.unchecked(plan, loads, mode, microbatches) for plan in plans))
+        return cls(tuple(PricedPlan.unchecked(plan, loads, mode, microbatches) for plan in plans))
 
 
 class _Group:
-    """The search for the fastest combination of one course per model."""
+    """The search for the fastest combination of one priced plan per model."""
 
     def __init__(self, models: Sequence[_Model], devices: int, microbatches: int, limits: Limits) -> None:
         self._models = models
         self._devices = devices
         self._microbatches = microbatches
         self._limits = limits
-        self._known: dict[tuple[Course, ...], float] = {}
+        self._known: dict[tuple[PricedPlan, ...], float] = {}
 
-    def best(self) -> tuple[Course, ...]:
+    def best(self) -> tuple[PricedPlan, ...]:
         chosen = min(self._starts(), key=self._call_ms)
         if self._call_ms(chosen) == float("inf"):
             need = min(map(self._host_bytes, self._starts()))
@@ -116,25 +116,26 @@ class _Group:
                 return chosen
             chosen = better
 
-    def _starts(self) -> list[tuple[Course, ...]]:
+    def _starts(self) -> list[tuple[PricedPlan, ...]]:
         """Return all models' first candidates, all second ones, and so on; shorter lists repeat their last one."""
-        most = max(len(model.courses) for model in self._models)
+        most = max(len(model.priced_plans) for model in self._models)
         return [
-            tuple(model.courses[min(at, len(model.courses) - 1)] for model in self._models) for at in range(most)
+            tuple(model.priced_plans[min(at, len(model.priced_plans) - 1)] for model in self._models)
+            for at in range(most)
         ]
 
-    def _changes(self, chosen: tuple[Course, ...]) -> Iterator[tuple[Course, ...]]:
+    def _changes(self, chosen: tuple[PricedPlan, ...]) -> Iterator[tuple[PricedPlan, ...]]:
         for at, model in enumerate(self._models):
-            for course in model.courses:
-                if course is not chosen[at]:
-                    yield (*chosen[:at], course, *chosen[at + 1 :])
+            for priced in model.priced_plans:
+                if priced is not chosen[at]:
+                    yield (*chosen[:at], priced, *chosen[at + 1 :])
 
-    def _call_ms(self, courses: tuple[Course, ...]) -> float:
-        if courses not in self._known:
+    def _call_ms(self, priced_plans: tuple[PricedPlan, ...]) -> float:
+        if priced_plans not in self._known:
             host = self._limits.host_memory_bytes
-            fits = host is None or self._host_bytes(courses) <= host
-            self._known[courses] = pace(courses, self._devices).call_ms if fits else float("inf")
-        return self._known[courses]
+            fits = host is None or self._host_bytes(priced_plans) <= host
+            self._known[priced_plans] = pace(priced_plans, self._devices).call_ms if fits else float("inf")
+        return self._known[priced_plans]
 
-    def _host_bytes(self, courses: tuple[Course, ...]) -> int:
-        return sum(course.loads.host_bytes(course.plan, self._microbatches) for course in courses)
+    def _host_bytes(self, priced_plans: tuple[PricedPlan, ...]) -> int:
+        return sum(priced.loads.host_bytes(priced.plan, self._microbatches) for priced in priced_plans)

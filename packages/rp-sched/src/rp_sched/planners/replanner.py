@@ -10,7 +10,7 @@ from rp_sched.problem.costs import LayerCost
 from rp_sched.problem.limits import NO_LIMITS, Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
-from rp_sched.simulation.makespan import Course
+from rp_sched.simulation.makespan import PricedPlan
 
 # A plan replaces a measured one if it is expected to be faster by this fraction: what is measured varies as much.
 _GAIN = 0.02
@@ -22,7 +22,7 @@ _CALLS = 400
 class _Measured:
     """How long a plan's calls took, `error` times as long as promised, and the number of the call after them."""
 
-    course: Course
+    priced_plan: PricedPlan
     call_ms: float
     error: float
     at: int
@@ -32,14 +32,14 @@ class Replanner:
     """The plan in use for one kind of call, and the search for a better one.
 
     >>> replanner = Replanner([LayerCost(0, weight_bytes=10**7)] * 4, devices=2, microbatches=4, mode="fused")
-    >>> replanner.course().plan
+    >>> replanner.priced_plan().plan
     Plan(FB[0:4] m0:2 m2:4, first free)
     >>> replanner.improve(budget_ms=1.0)
     True
 
-    Call `course()` before every call of the model: it returns the plan in use at once. If times have changed by
-    more than a fraction `threshold` (see `Estimator.moved`), it first simulates that plan with the new times and
-    restarts the search, which replaces the plan when it finds a better one. The search runs only in `improve`:
+    Call `priced_plan()` before every call of the model: it returns the plan in use at once. If times have changed
+    by more than a fraction `threshold` (see `Estimator.moved`), it first simulates that plan with the new times
+    and restarts the search, which replaces the plan when it finds a better one. The search runs only in `improve`:
     call it while the devices are busy and the caller is idle, until it returns True.
 
     Tell it what calls took with `note`. A measured plan is expected to take that long, and is replaced only by one
@@ -78,8 +78,8 @@ class Replanner:
         self._measured: dict[Plan, _Measured] = {}
         self._calls = 0
 
-    def course(self, limits: Limits | None = None) -> Course:
-        """Return the course of the plan in use; restart the search if times or the given `limits` have changed."""
+    def priced_plan(self, limits: Limits | None = None) -> PricedPlan:
+        """Return the plan in use; restart the search if times or the given `limits` have changed."""
         before, self._limits = self._limits, self._limits if limits is None else limits
         moved = self.estimator.moved(self._threshold)
         if moved or _room(before) != _room(self._limits):
@@ -99,6 +99,9 @@ class Replanner:
         self._in_use = self._chosen()
         return self._in_use
 
+    # Its name in 0.1.0.
+    course = priced_plan
+
     def note(self, call_ms: float) -> None:
         """Note how long calls under the plan in use take now, in ms, from launch to launch.
 
@@ -115,8 +118,8 @@ class Replanner:
         self._measured[self._in_use.plan] = _Measured(self._in_use, took_ms, error, self._calls)
 
     @property
-    def in_use(self) -> Course:
-        """The course of the plan in use: what `course` returned last."""
+    def in_use(self) -> PricedPlan:
+        """The plan in use: what `priced_plan` returned last."""
         return self._in_use
 
     @property
@@ -141,7 +144,7 @@ class Replanner:
         in_use, least = self._in_use.plan, self._calls - _CALLS
         self._measured = {plan: one for plan, one in self._measured.items() if plan == in_use or one.at >= least}
 
-    def _chosen(self) -> Course:
+    def _chosen(self) -> PricedPlan:
         """Return the best plan of the search, unless a measured one is about as fast or faster."""
         best = self._search.best
         fastest = min(self._measured.values(), key=lambda one: one.call_ms, default=None)
@@ -156,19 +159,19 @@ class Replanner:
             return best
         return self._renewed(fastest)
 
-    def _renewed(self, measured: _Measured) -> Course:
-        """Return a measured plan's course with the present costs."""
-        loads, course = self._search.best.loads, measured.course
-        if course.plan == self._search.best.plan:
+    def _renewed(self, measured: _Measured) -> PricedPlan:
+        """Return a measured plan with the present costs."""
+        loads, priced = self._search.best.loads, measured.priced_plan
+        if priced.plan == self._search.best.plan:
             return self._search.best
-        if course.loads is not loads:
-            measured.course = Course.unchecked(course.plan, loads, self._mode, self._microbatches)
-        return measured.course
+        if priced.loads is not loads:
+            measured.priced_plan = PricedPlan.unchecked(priced.plan, loads, self._mode, self._microbatches)
+        return measured.priced_plan
 
-    def _error(self, course: Course) -> float:
+    def _error(self, priced: PricedPlan) -> float:
         """How many times as long as promised the calls of a plan may take that was not measured."""
         known = list(self._measured.values())
-        alike = [one for one in known if len(one.course.jobs) <= len(course.jobs)] or known
+        alike = [one for one in known if len(one.priced_plan.jobs) <= len(priced.jobs)] or known
         return max((one.error for one in alike), default=1.0)
 
 

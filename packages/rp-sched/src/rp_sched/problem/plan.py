@@ -34,7 +34,7 @@ class Plan:
     `backward_groups` for every backward stage.
 
     `in_turn`: tasks go to the devices in turn; else each goes to the device that becomes free first (see
-    `Dealer`). `devices`: the most devices that the plan uses; None for all.
+    `Assigner`). `devices`: the most devices that the plan uses; None for all.
     """
 
     forward: tuple[range, ...] = ()

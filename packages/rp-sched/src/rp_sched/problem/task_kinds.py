@@ -1,10 +1,21 @@
-"""The kinds of tasks and their properties."""
+"""The kinds of tasks: one row of answers each, which all other code asks."""
 
-from enum import StrEnum
-from functools import cached_property
-from typing import assert_never
+from collections.abc import Set
+from dataclasses import dataclass
+from enum import StrEnum, nonmember
+from typing import Self
 
 from rp_sched.problem.modes import Mode
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A kind: its letters, a word for people, the modes of its calls, and what it answers with yes."""
+
+    letters: str
+    word: str
+    modes: tuple[Mode, ...]
+    yes: Set[str]
 
 
 class TaskKind(StrEnum):
@@ -16,149 +27,80 @@ class TaskKind(StrEnum):
     `FORWARD`: forward pass. `BACKWARD`: recomputation, then backward pass. `FUSED`: forward pass, loss and
     backward pass, microbatch by microbatch.
 
-    Code tests these properties instead of comparing kinds, so that a new kind needs no change elsewhere. The type
-    checker reports a property that does not cover every kind.
+    Code asks a kind these questions instead of comparing kinds, so that a new one needs no change elsewhere.
     """
 
-    FORWARD = "F"
-    BACKWARD = "B"
-    FUSED = "FB"
+    word: str
+    """For people."""
+    modes: tuple[Mode, ...]
+    """The modes whose calls have tasks of this kind."""
 
-    # Cached, since planners read them millions of times.
+    runs_forward = nonmember(False)
+    """Whether it runs the first forward pass of its layers, which writes buffers; recomputation does not."""
+    recomputes = nonmember(False)
+    """Whether it runs the forward pass again, from saved inputs."""
+    runs_backward = nonmember(False)
+    """Whether it runs the backward pass of its layers."""
+    computes_loss = nonmember(False)
+    """Whether it takes labels and computes the loss; it must then end with the last layer."""
+    saves_inputs = nonmember(False)
+    """Whether it saves inputs of its layers on the host, for the backward stages that start at them."""
+    keeps_activations = nonmember(False)
+    """Whether the device keeps a microbatch's activations between its forward and its backward pass."""
+    adds_gradients = nonmember(False)
+    """Whether it adds to the gradients of its layers' weights."""
+    sends_outputs = nonmember(False)
+    """Whether it passes its last layer's outputs to the next stage or to the caller."""
+    takes_gradients = nonmember(False)
+    """Whether it needs gradients of its last layer's outputs, from the next stage or from the caller."""
+    sends_gradients = nonmember(False)
+    """Whether it passes gradients of its first layer's inputs to the stage below."""
+    may_exceed_room_ahead = nonmember(False)
+    """Whether its weights may exceed the memory for weights fetched ahead (`Limits.ahead_bytes`)."""
 
-    @cached_property
-    def modes(self) -> tuple[Mode, ...]:
-        """The modes whose calls have tasks of this kind."""
-        match self:
-            case TaskKind.FORWARD:
-                return "infer", "train", "fused"
-            case TaskKind.BACKWARD:
-                return "train", "fused"
-            case TaskKind.FUSED:
-                return ("fused",)
-            case _:
-                assert_never(self)
+    FORWARD = _Row(
+        "F",
+        "forward",
+        ("infer", "train", "fused"),
+        {"runs_forward", "saves_inputs", "sends_outputs"},
+    )
+    BACKWARD = _Row(
+        "B",
+        "backward",
+        ("train", "fused"),
+        {
+            "recomputes",
+            "runs_backward",
+            "keeps_activations",
+            "adds_gradients",
+            "takes_gradients",
+            "sends_gradients",
+        },
+    )
+    FUSED = _Row(
+        "FB",
+        "both",
+        ("fused",),
+        {
+            "runs_forward",
+            "runs_backward",
+            "computes_loss",
+            "keeps_activations",
+            "adds_gradients",
+            "sends_gradients",
+            "may_exceed_room_ahead",
+        },
+    )
 
-    @cached_property
-    def runs_forward(self) -> bool:
-        """Whether it runs the first forward pass of its layers, which writes buffers; recomputation does not."""
-        match self:
-            case TaskKind.FORWARD | TaskKind.FUSED:
-                return True
-            case TaskKind.BACKWARD:
-                return False
-            case _:
-                assert_never(self)
-
-    @cached_property
-    def recomputes(self) -> bool:
-        """Whether it runs the forward pass again, from saved inputs."""
-        match self:
-            case TaskKind.BACKWARD:
-                return True
-            case TaskKind.FORWARD | TaskKind.FUSED:
-                return False
-            case _:
-                assert_never(self)
-
-    @cached_property
-    def runs_backward(self) -> bool:
-        """Whether it runs the backward pass of its layers."""
-        match self:
-            case TaskKind.BACKWARD | TaskKind.FUSED:
-                return True
-            case TaskKind.FORWARD:
-                return False
-            case _:
-                assert_never(self)
-
-    @cached_property
-    def computes_loss(self) -> bool:
-        """Whether it takes labels and computes the loss; it must then end with the last layer."""
-        match self:
-            case TaskKind.FUSED:
-                return True
-            case TaskKind.FORWARD | TaskKind.BACKWARD:
-                return False
-            case _:
-                assert_never(self)
-
-    @cached_property
-    def saves_inputs(self) -> bool:
-        """Whether it saves inputs of its layers on the host, for the backward stages that start at them."""
-        match self:
-            case TaskKind.FORWARD:
-                return True
-            case TaskKind.BACKWARD | TaskKind.FUSED:
-                return False
-            case _:
-                assert_never(self)
-
-    @cached_property
-    def keeps_activations(self) -> bool:
-        """Whether the device keeps a microbatch's activations between its forward and its backward pass."""
-        match self:
-            case TaskKind.BACKWARD | TaskKind.FUSED:
-                return True
-            case TaskKind.FORWARD:
-                return False
-            case _:
-                assert_never(self)
-
-    @cached_property
-    def adds_gradients(self) -> bool:
-        """Whether it adds to the gradients of its layers' weights."""
-        match self:
-            case TaskKind.BACKWARD | TaskKind.FUSED:
-                return True
-            case TaskKind.FORWARD:
-                return False
-            case _:
-                assert_never(self)
-
-    @cached_property
-    def sends_outputs(self) -> bool:
-        """Whether it passes its last layer's outputs to the next stage or to the caller."""
-        match self:
-            case TaskKind.FORWARD:
-                return True
-            case TaskKind.BACKWARD | TaskKind.FUSED:
-                return False
-            case _:
-                assert_never(self)
-
-    @cached_property
-    def takes_gradients(self) -> bool:
-        """Whether it needs gradients of its last layer's outputs, from the next stage or from the caller."""
-        match self:
-            case TaskKind.BACKWARD:
-                return True
-            case TaskKind.FORWARD | TaskKind.FUSED:
-                return False
-            case _:
-                assert_never(self)
-
-    @cached_property
-    def sends_gradients(self) -> bool:
-        """Whether it passes gradients of its first layer's inputs to the stage below."""
-        match self:
-            case TaskKind.BACKWARD | TaskKind.FUSED:
-                return True
-            case TaskKind.FORWARD:
-                return False
-            case _:
-                assert_never(self)
-
-    @cached_property
-    def may_exceed_room_ahead(self) -> bool:
-        """Whether its weights may exceed the memory for weights fetched ahead (`Limits.ahead_bytes`)."""
-        match self:
-            case TaskKind.FUSED:
-                return True
-            case TaskKind.FORWARD | TaskKind.BACKWARD:
-                return False
-            case _:
-                assert_never(self)
+    def __new__(cls, row: _Row) -> Self:
+        """A member, whose answers are attributes, since planners read them millions of times."""
+        kind = str.__new__(cls, row.letters)
+        kind._value_, kind.word, kind.modes = row.letters, row.word, row.modes
+        for question in row.yes:
+            if getattr(cls, question, None) is not False:
+                raise TypeError(f"{row.letters} answers {question!r}, which is not a question")
+            setattr(kind, question, True)
+        return kind
 
 
 Kind = TaskKind

@@ -150,7 +150,7 @@ def order(plan: Plan, *, mode: Mode, devices: int, microbatches: int, first_devi
 
     Each task follows the tasks that it depends on. `first_device` gets the first task; to continue the turns from
     call to call, give the device after that of the last call's last task. A plan that uses fewer devices uses the
-    first ones. For a plan that is not `in_turn` this assignment is correct, but that of a `Dealer` is faster.
+    first ones. For a plan that is not `in_turn` this assignment is correct, but that of a `Assigner` is faster.
 
     Raises `InvalidPlan` for a plan that does not suit the mode or the microbatches.
     """

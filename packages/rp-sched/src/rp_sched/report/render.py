@@ -13,27 +13,26 @@ _ROW, _LEFT, _TOP, _WIDTH = 26, 48, 24, 1200
 
 
 class Look(NamedTuple):
-    """A task kind's letter, word and colour in charts. Every other call shows `letter` in the other case."""
+    """A task kind's letter and colour in charts. Every other call shows `letter` in the other case."""
 
     letter: str
-    word: str
     colour: str
     colour_name: str
 
 
 def look(kind: TaskKind) -> Look:
-    """Return a task kind's letter, word and colour in charts.
+    """Return a task kind's letter and colour in charts.
 
     >>> look(TaskKind.FORWARD).letter, look(TaskKind.FUSED).colour_name
     ('f', 'red')
     """
     match kind:
         case TaskKind.FORWARD:
-            return Look("f", "forward", "#4c78a8", "blue")
+            return Look("f", "#4c78a8", "blue")
         case TaskKind.BACKWARD:
-            return Look("b", "backward", "#54a24b", "green")
+            return Look("b", "#54a24b", "green")
         case TaskKind.FUSED:
-            return Look("X", "both", "#e45756", "red")
+            return Look("X", "#e45756", "red")
         case _:
             assert_never(kind)
 
@@ -55,7 +54,7 @@ def gantt(timeline: Timeline, *, width: int = 100) -> str:
     names = [f"device {device}" for device in range(timeline.devices)]
     pad = max(map(len, names)) + 2
     lines = [f"{name:<{pad}}{_line(timeline, device, width)}" for device, name in enumerate(names)]
-    letters = ", ".join(f"{look(kind).letter} {look(kind).word}" for kind in TaskKind)
+    letters = ", ".join(f"{look(kind).letter} {kind.word}" for kind in TaskKind)
     legend = f"0 ms to {timeline.makespan_ms:.6g} ms; {letters}, . idle"
     return "\n".join([*lines, " " * pad + legend])
 

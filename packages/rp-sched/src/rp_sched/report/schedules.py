@@ -12,8 +12,8 @@ from rp_sched.problem.limits import Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.tasks import Task
 from rp_sched.problem.validation import check_steps
-from rp_sched.simulation.assignment import Dealer
-from rp_sched.simulation.makespan import Course
+from rp_sched.simulation.assignment import Assigner
+from rp_sched.simulation.makespan import PricedPlan
 from rp_sched.simulation.simulate import simulate
 from rp_sched.simulation.timeline import Timeline
 
@@ -34,8 +34,8 @@ class Setting:
     microbatches: int
     mode: Mode = "fused"
 
-    def course(self, strategy: Strategy | RoundRobin) -> Course:
-        """Return the course of the plan that a strategy makes."""
+    def priced_plan(self, strategy: Strategy | RoundRobin) -> PricedPlan:
+        """Return the plan that a strategy makes, with its costs."""
         computed = plan(
             self.costs,
             devices=self.devices,
@@ -44,13 +44,13 @@ class Setting:
             limits=self.limits,
             strategy=strategy,
         )
-        return Course(computed, self.costs, mode=self.mode, microbatches=self.microbatches, limits=self.limits)
+        return PricedPlan(computed, self.costs, mode=self.mode, microbatches=self.microbatches, limits=self.limits)
 
-    def dealt(self, course: Course, calls: int) -> Calls:
-        """Return the tasks of `calls` calls of a plan, assigned by a new `Dealer`."""
-        check_steps(calls * course.steps)
-        dealer = Dealer(self.devices)
-        return [dealer.deal(course) for _ in range(calls)]
+    def dealt(self, priced: PricedPlan, calls: int) -> Calls:
+        """Return the tasks of `calls` calls of a plan, assigned by a new `Assigner`."""
+        check_steps(calls * priced.steps)
+        assigner = Assigner(self.devices)
+        return [assigner.assign(priced) for _ in range(calls)]
 
     def play(self, calls: Calls) -> Timeline:
         """Simulate calls."""
@@ -94,7 +94,7 @@ def repeated(tasks: Sequence[Task], calls: int) -> Calls:
 
 
 def _planned(setting: Setting, name: Strategy, calls: int) -> Calls:
-    return setting.dealt(setting.course(name), calls)
+    return setting.dealt(setting.priced_plan(name), calls)
 
 
 def _classic(setting: Setting, name: str, calls: int) -> Calls:

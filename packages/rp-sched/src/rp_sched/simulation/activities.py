@@ -7,7 +7,7 @@ from typing import TypeVar
 from rp_sched.problem.tasks import Task
 from rp_sched.simulation.clock import has_room_beside, is_clear, waits_to_leave
 from rp_sched.simulation.fluid import Activity, Fluid
-from rp_sched.simulation.resources import GIL, OPTIMIZER, Lane, Rate, Resource
+from rp_sched.simulation.resources import GIL, OPTIMIZER, DeviceRates, Rate, Resource
 from rp_sched.simulation.stage_costs import Load, Loads, Sums
 
 # The directions of a link.
@@ -176,7 +176,7 @@ class Calls:
         steps = self._calls[-3].steps
         return list(dict.fromkeys(steps[layer] for layer in task.layers if layer in steps))
 
-    def _room(self, load: Load, lane: Lane, last: Played | None) -> Activity | None:
+    def _room(self, load: Load, lane: DeviceRates, last: Played | None) -> Activity | None:
         if last is None:
             return None
         held = last.load.state_bytes + last.load.kept_bytes
@@ -184,13 +184,13 @@ class Calls:
             return last.left
         return last.before_left
 
-    def _cleared(self, load: Load, lane: Lane, last: Played | None) -> Activity | None:
+    def _cleared(self, load: Load, lane: DeviceRates, last: Played | None) -> Activity | None:
         if last is None or is_clear(load, last.load.gradient_bytes, lane.memory_bytes):
             return None
         return last.left
 
     def _compute(
-        self, task: Task, load: Load, lane: Lane, begin: Activity, feeds: "_Feeds"
+        self, task: Task, load: Load, lane: DeviceRates, begin: Activity, feeds: "_Feeds"
     ) -> Iterator[Microbatch]:
         last = self._last[task.device]
         waits = last is not None and waits_to_leave(load, last.load.gradient_bytes, self._resources)
@@ -216,7 +216,7 @@ class Calls:
             feeds.set(microbatch, before, load.hop_ms)
             yield Microbatch(feed[0] if feed else None, parts)
 
-    def _leave(self, load: Load, lane: Lane, device: int, after: After) -> Activity | None:
+    def _leave(self, load: Load, lane: DeviceRates, device: int, after: After) -> Activity | None:
         """The download of a task's gradients: first those that are the first of their layers."""
         leaving: Activity | None = None
         for nbytes, rate in ((load.sent_bytes - load.added_bytes, lane.down), (load.added_bytes, lane.add)):

@@ -20,7 +20,7 @@ Two rules are simplifications that may make calls seem slower than they are: the
 rule, which the engine applies layer by layer.
 
 This clock knows what each task takes while nothing else is under way. It does not know how tasks that run at once
-share the GIL, host memory and switches: `Course` adds what these take in all. `simulate` divides them at each
+share the GIL, host memory and switches: `PricedPlan` adds what these take in all. `simulate` divides them at each
 moment.
 """
 
@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from rp_sched.simulation.resources import Lane, Resources
+from rp_sched.simulation.resources import DeviceRates, Resources
 from rp_sched.simulation.stage_costs import Load
 
 # States are rounded to this many decimal places, so that states that differ by rounding errors become equal.
@@ -123,7 +123,7 @@ class Clock:
             alike = _lowest(values, alike)
         return alike[0]
 
-    def first_done(self, load: Load, microbatches: int, lanes: Sequence[Lane]) -> int:
+    def first_done(self, load: Load, microbatches: int, lanes: Sequence[DeviceRates]) -> int:
         """The device that would be the first to have run a task, of devices that differ."""
         times = [
             ms + microbatches * max(load.ms * lane.slowdown, load.launch_ms)

@@ -1,4 +1,4 @@
-"""`Course`: the simulated time of a plan, for one call alone and in the steady state."""
+"""`PricedPlan`: the simulated time of a plan, for one call alone and in the steady state."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -19,11 +19,11 @@ from rp_sched.simulation.stage_costs import Brief, Loads, Piece, saved_layers
 MOST_CALLS = 64
 
 
-class Course:
+class PricedPlan:
     """A plan with its costs, ready to be simulated or assigned to devices.
 
-    >>> course = Course(Plan(fused=range(0, 2)), [LayerCost(1.0)] * 2, mode="fused", microbatches=4)
-    >>> course.steady_ms(devices=1), course.alone_ms(devices=1)
+    >>> priced = PricedPlan(Plan(fused=range(0, 2)), [LayerCost(1.0)] * 2, mode="fused", microbatches=4)
+    >>> priced.steady_ms(devices=1), priced.alone_ms(devices=1)
     (24.0, 24.0)
 
     The rules of the simulation are in `rp_sched.simulation.clock`; a call takes at least as long as it keeps what
@@ -41,11 +41,11 @@ class Course:
         self._set(plan, Loads(costs, limits), mode, microbatches)
 
     @classmethod
-    def unchecked(cls, plan: Plan, loads: Loads, mode: Mode, microbatches: int) -> "Course":
-        """The course of a plan known to be valid. Skips the checks, since planners make thousands."""
-        course = cls.__new__(cls)
-        course._set(plan, loads, mode, microbatches)
-        return course
+    def unchecked(cls, plan: Plan, loads: Loads, mode: Mode, microbatches: int) -> "PricedPlan":
+        """The priced plan of a plan known to be valid. Skips the checks, since planners make thousands."""
+        priced = cls.__new__(cls)
+        priced._set(plan, loads, mode, microbatches)
+        return priced
 
     def _set(self, plan: Plan, loads: Loads, mode: Mode, microbatches: int) -> None:
         self.plan = plan
@@ -103,8 +103,8 @@ class Course:
     def loads_ms(self, devices: int) -> dict[Resource, float]:
         """How long a call keeps each kind of resource busy, if the work is spread evenly over devices and links.
 
-        >>> course = Course(Plan(fused=range(0, 2)), [LayerCost(1.0)] * 2, mode="fused", microbatches=4)
-        >>> course.loads_ms(devices=1)["device"]
+        >>> priced = PricedPlan(Plan(fused=range(0, 2)), [LayerCost(1.0)] * 2, mode="fused", microbatches=4)
+        >>> priced.loads_ms(devices=1)["device"]
         24.0
         """
         used = self.used(whole("devices", devices, least=1, bound=bounds.DEVICES))
@@ -140,14 +140,14 @@ class Pace(NamedTuple):
     calls: int
 
 
-def pace(courses: Sequence[Course], devices: int, *, most_calls: int = MOST_CALLS) -> Pace:
-    """The steady-state time of one call of each course, called in turn; see `Course.steady_ms`."""
-    used = [course.used(whole("devices", devices, least=1, bound=bounds.DEVICES)) for course in courses]
-    for course in courses:
-        course.loads.limits.check_devices(max(used))
+def pace(priced_plans: Sequence[PricedPlan], devices: int, *, most_calls: int = MOST_CALLS) -> Pace:
+    """The steady-state time of one call of each priced plan, called in turn; see `PricedPlan.steady_ms`."""
+    used = [priced.used(whole("devices", devices, least=1, bound=bounds.DEVICES)) for priced in priced_plans]
+    for priced in priced_plans:
+        priced.loads.limits.check_devices(max(used))
     clock = Clock.idle(max(used))
-    least_ms = shared_ms(courses, devices)
-    named = min(used) < max(used) or any(course.plan.in_turn for course in courses)
+    least_ms = shared_ms(priced_plans, devices)
+    named = min(used) < max(used) or any(priced.plan.in_turn for priced in priced_plans)
     seen: dict[object, int] = {}
     launches = [0.0]
     for call in range(most_calls):
@@ -156,24 +156,24 @@ def pace(courses: Sequence[Course], devices: int, *, most_calls: int = MOST_CALL
             first = seen[state]
             return Pace(max((launches[call] - launches[first]) / (call - first), least_ms), call)
         seen[state] = call
-        launches.append(launches[-1] + sum(_next(course, clock) for course in courses))
+        launches.append(launches[-1] + sum(_next(priced, clock) for priced in priced_plans))
     half = most_calls // 2
     return Pace(max((launches[most_calls] - launches[half]) / (most_calls - half), least_ms), most_calls)
 
 
-def shared_ms(courses: Sequence[Course], devices: int) -> float:
-    """How long one call of each course keeps what devices share busy: the GIL, host memory and so on."""
-    if all(course.loads.shares_nothing for course in courses):
+def shared_ms(priced_plans: Sequence[PricedPlan], devices: int) -> float:
+    """How long one call of each priced plan keeps what devices share busy: the GIL, host memory and so on."""
+    if all(priced.loads.shares_nothing for priced in priced_plans):
         return 0.0
     sums: dict[Resource, float] = {}
-    for course in courses:
-        for resource, ms in course.loads_ms(devices).items():
+    for priced in priced_plans:
+        for resource, ms in priced.loads_ms(devices).items():
             sums[resource] = sums.get(resource, 0.0) + ms
     return max(ms for resource, ms in sums.items() if resource not in ("device", "link"))
 
 
-def _next(course: Course, clock: Clock) -> float:
-    course.play(clock)
+def _next(priced: PricedPlan, clock: Clock) -> float:
+    priced.play(clock)
     return clock.next_call()
 
 
@@ -186,17 +186,17 @@ def _pieces(plan: Plan, loads: Loads, mode: Mode, microbatches: int) -> Iterator
             yield loads.piece(kind, layers, groups, saved, gate)
 
 
-def _play(course: Course, brief: Sequence[Brief], clock: Clock) -> list[int]:
+def _play(priced: PricedPlan, brief: Sequence[Brief], clock: Clock) -> list[int]:
     """`_play_all` where only devices take time. The innermost loop of the planners, hence inlined."""
     free = clock.free
-    used = course.used(len(free))
-    in_turn, turn = course.plan.in_turn, clock.turn % used
-    ready = [0.0] * course.microbatches
+    used = priced.used(len(free))
+    in_turn, turn = priced.plan.in_turn, clock.turn % used
+    ready = [0.0] * priced.microbatches
     results = over = 0.0
     taken: list[int] = []
     for gate, first, stop, ms, hop_ms, after_ms in brief:
         if gate:
-            ready = [results] * course.microbatches
+            ready = [results] * priced.microbatches
         if in_turn:
             device = turn
             turn = (turn + 1) % used
@@ -219,18 +219,18 @@ def _play(course: Course, brief: Sequence[Brief], clock: Clock) -> list[int]:
     return taken
 
 
-def _play_all(course: Course, clock: Clock) -> list[int]:
+def _play_all(priced: PricedPlan, clock: Clock) -> list[int]:
     """Simulate one call with transfers, additions and the optimizer."""
-    used = course.used(len(clock.free))
-    resources = course.loads.resources(len(clock.free))
-    differ = bool(course.loads.limits.devices)
+    used = priced.used(len(clock.free))
+    resources = priced.loads.resources(len(clock.free))
+    differ = bool(priced.loads.limits.devices)
     clock.turn %= used
-    ready = [0.0] * course.microbatches
+    ready = [0.0] * priced.microbatches
     taken: list[int] = []
-    for job in course.jobs:
+    for job in priced.jobs:
         if job.gate:
-            ready = [clock.results_ms] * course.microbatches
-        if course.plan.in_turn:
+            ready = [clock.results_ms] * priced.microbatches
+        if priced.plan.in_turn:
             device, clock.turn = clock.turn, (clock.turn + 1) % used
         elif differ:
             device = clock.first_done(job.load, len(job.microbatches), resources.lanes[:used])

@@ -36,7 +36,7 @@ class Rate(NamedTuple):
         return [(resource, ms / alone) for resource, ms in self.shared]
 
 
-class Lane(NamedTuple):
+class DeviceRates(NamedTuple):
     """One device: its slowdown and memory, and the rates of uploads, of downloads, and of gradients to be added.
 
     `up_ms`, `down_ms`, `add_ms`: ms per byte of each, alone.
@@ -124,7 +124,7 @@ class Resources:
                 speeds[device] = 0.0 if nth else together
         return sum(speeds)
 
-    def _lane(self, device: Device, switch: int | None) -> Lane:
+    def _lane(self, device: Device, switch: int | None) -> DeviceRates:
         host = self._limits.host
         up, down = ([(GIL, host.gil_ms_per_byte), (MEMORY, host.memory_ms_per_byte)] for _ in range(2))
         if switch is not None:
@@ -142,7 +142,7 @@ class Resources:
             Rate(_ms(device.download_gb_s), _taken(down)),
             Rate(_ms(device.download_gb_s), _taken(adding)),
         )
-        return Lane(device.slowdown, device.memory_bytes, *rates, *(rate.alone for rate in rates))
+        return DeviceRates(device.slowdown, device.memory_bytes, *rates, *(rate.alone for rate in rates))
 
 
 def _taken(shared: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:

@@ -10,9 +10,9 @@ from rp_sched.problem.modes import Mode
 from rp_sched.problem.tasks import Task, check_order
 from rp_sched.problem.validation import check_problem, check_steps
 from rp_sched.simulation.activities import Calls, Microbatch, Played, result_of
-from rp_sched.simulation.assignment import Dealer
+from rp_sched.simulation.assignment import Assigner
 from rp_sched.simulation.host_memory import Host
-from rp_sched.simulation.makespan import Course
+from rp_sched.simulation.makespan import PricedPlan
 from rp_sched.simulation.peak_memory import Holding, peak
 from rp_sched.simulation.stage_costs import Loads
 from rp_sched.simulation.timeline import Idle, Reason, Span, Timeline, mean_ms
@@ -42,7 +42,7 @@ def simulate(
     [(1, 0.0, 1.0, 'stage before'), (0, 2.0, 4.0, 'stage before'), (1, 7.0, 10.0, 'end')]
 
     One list is a call alone; many lists reach the steady state. The lists may differ and may come from `order`, a
-    `Dealer`, the classic schedules or your own code. The rules are in `rp_sched.simulation.clock`. Tasks that
+    `Assigner`, the classic schedules or your own code. The rules are in `rp_sched.simulation.clock`. Tasks that
     exceed device memory are simulated all the same: check `peak_bytes`.
 
     What runs at once shares the GIL, host memory, switches and adding threads (see `rp_sched.simulation.fluid`).
@@ -64,34 +64,34 @@ def simulate(
     return recorder.timeline()
 
 
-def simulated_ms(course: Course, devices: int, *, calls: int = STEADY_CALLS) -> float:
+def simulated_ms(priced: PricedPlan, devices: int, *, calls: int = STEADY_CALLS) -> float:
     """The time per call of a plan by `simulate`, from launch to launch over the second half of `calls` calls.
 
-    It is at least `Course.bound_ms`.
+    It is at least `PricedPlan.bound_ms`.
 
     >>> from rp_sched import Host, Plan
     >>> limits = Limits(upload_gb_s=1.0, host=Host(memory_gb_s=1.0))
     >>> plan = Plan(fused=range(1), groups=(range(1), range(1, 2)), in_turn=False)
     >>> costs = [LayerCost(1.0, weight_bytes=4_000_000)]
-    >>> course = Course(plan, costs, mode="fused", microbatches=2, limits=limits)
-    >>> simulated_ms(course, devices=2) >= course.bound_ms(devices=2)
+    >>> priced = PricedPlan(plan, costs, mode="fused", microbatches=2, limits=limits)
+    >>> simulated_ms(priced, devices=2) >= priced.bound_ms(devices=2)
     True
     """
     whole("calls", calls, least=2, bound=bounds.CALLS)
-    check_steps(calls * course.steps)
-    return result_of(simulating(course, devices, calls=calls))
+    check_steps(calls * priced.steps)
+    return result_of(simulating(priced, devices, calls=calls))
 
 
-def simulating(course: Course, devices: int, *, calls: int = STEADY_CALLS) -> Generator[None, None, float]:
+def simulating(priced: PricedPlan, devices: int, *, calls: int = STEADY_CALLS) -> Generator[None, None, float]:
     """`simulated_ms` in small parts, for callers that have other things to do meanwhile."""
-    dealer, made = Dealer(devices), Calls(course.loads, devices)
-    gated = course.mode == "train"
+    assigner, made = Assigner(devices), Calls(priced.loads, devices)
+    gated = priced.mode == "train"
     launches: list[float] = []
     for _ in range(calls):
-        call = yield from made.launching(dealer.deal(course), course.microbatches, gated=gated)
+        call = yield from made.launching(assigner.assign(priced), priced.microbatches, gated=gated)
         launches.append(call.launch.ended_ms)
     # The first calls may be faster than the steady state, for example while the optimizer falls behind.
-    return max(mean_ms(launches), course.bound_ms(devices))
+    return max(mean_ms(launches), priced.bound_ms(devices))
 
 
 class _Recorder:

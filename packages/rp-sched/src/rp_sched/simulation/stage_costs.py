@@ -80,7 +80,7 @@ class Sums(NamedTuple):
 ALONE = Sums()
 
 
-class Job(NamedTuple):
+class UnassignedTask(NamedTuple):
     """A task without a device. `gate`: it starts only when the caller has the outputs of all microbatches."""
 
     kind: TaskKind
@@ -97,7 +97,7 @@ Brief = tuple[bool, int, int, float, float, float]
 class Piece(NamedTuple):
     """The jobs of one stage, in full, in brief, and what they take in all."""
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[UnassignedTask, ...]
     brief: tuple[Brief, ...]
     work: Work
 
@@ -215,7 +215,7 @@ class Loads:
         if key not in self._pieces:
             loads = self._group_loads(kind, layers, inside, len(groups))
             jobs = tuple(
-                Job(kind, layers, batch, gate and batch is groups[0], load)
+                UnassignedTask(kind, layers, batch, gate and batch is groups[0], load)
                 for batch, load in zip(groups, loads, strict=True)
             )
             self._pieces[key] = Piece(jobs, tuple(map(_brief, jobs)), total(map(_work, jobs)))
@@ -299,13 +299,13 @@ def saved_layers(plan: Plan) -> list[int]:
     return [stage.start for kind, stages, _ in plan.phases() if kind.runs_backward for stage in stages]
 
 
-def _brief(job: Job) -> Brief:
+def _brief(job: UnassignedTask) -> Brief:
     batch, load = job.microbatches, job.load
     step_ms = load.step_ms
     return job.gate, batch.start, batch.stop, step_ms, load.hop_ms, load.results_after_ms(step_ms)
 
 
-def _work(job: Job) -> Work:
+def _work(job: UnassignedTask) -> Work:
     count, load = len(job.microbatches), job.load
     return Work(
         busy_ms=count * load.ms,

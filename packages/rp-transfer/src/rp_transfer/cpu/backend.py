@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 
-from rp_transfer.api import HostUse, MemoryUse, Stream
+from rp_transfer.api import Abilities, HostUse, MemoryUse, Stream
 from rp_transfer.cpu.counted import Counting, uncounted
 from rp_transfer.cpu.queued import poison
 from rp_transfer.cpu.race_detector import Allocation, check
@@ -30,6 +30,7 @@ from rp_transfer.memory.regions import Regions
 
 _STREAMS = ("compute", "weights_in", "activations_in", "results_out", "gradients_out")
 _ALIGNMENT = 64
+_ABILITIES = Abilities(computes_on_host=True, repeats_exactly=True, rounds_fp32=False, pools_host_memory=False)
 
 
 class CpuDevice:
@@ -200,6 +201,11 @@ class CpuBackend:
     def devices(self) -> tuple[CpuDevice, ...]:
         """The virtual devices."""
         return self._devices
+
+    @property
+    def abilities(self) -> Abilities:
+        """The host computes, with its own precision."""
+        return _ABILITIES
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype, *, short_lived: bool = False) -> torch.Tensor:
         """Allocate plain memory that counts as pinned, up to `pin_limit_bytes`."""

@@ -32,7 +32,7 @@ def poison(address: int, nbytes: int, dtype: torch.dtype) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AddressRange:
     """The address range of a contiguous tensor. Like real hardware, it does not keep the storage alive."""
 
     address: int
@@ -41,12 +41,12 @@ class Place:
     storage: StorageWeakRef
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Place:
+    def of(cls, tensor: torch.Tensor) -> AddressRange:
         """Return the address range of a contiguous tensor."""
         nbytes = tensor.numel() * tensor.element_size()
         return cls(tensor.data_ptr(), nbytes, tensor.dtype, StorageWeakRef(tensor.untyped_storage()))
 
-    def overlaps(self, other: Place) -> bool:
+    def overlaps(self, other: AddressRange) -> bool:
         """Return whether both places share a byte."""
         return self.address < other.address + other.nbytes and other.address < self.address + self.nbytes
 
@@ -69,8 +69,8 @@ class Move:
     moves that still do; `overwritten_by` lists the later moves whose poison waits for this one.
     """
 
-    destination: Place
-    source: Place
+    destination: AddressRange
+    source: AddressRange
     what: str
     stream: str
     overwrites: int = 0
@@ -79,7 +79,7 @@ class Move:
     def __str__(self) -> str:
         return f"{self.what} of {self.source.nbytes} bytes on {self.stream}"
 
-    def uses(self, place: Place) -> bool:
+    def uses(self, place: AddressRange) -> bool:
         """Return whether this move reads or writes a byte of `place`."""
         return self.destination.overlaps(place) or self.source.overlaps(place)
 

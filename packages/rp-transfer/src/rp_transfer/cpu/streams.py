@@ -9,7 +9,7 @@ import torch
 
 from rp_transfer.api import Event
 from rp_transfer.checks import check_cast, check_copy, check_part
-from rp_transfer.cpu.queued import Mark, Move, Place
+from rp_transfer.cpu.queued import AddressRange, Mark, Move
 from rp_transfer.cpu.race_detector import Allocation, AllocationPoint, Clock, Ledger, check, join
 from rp_transfer.errors import Closed, Unordered
 from rp_transfer.memory.guard import Guard
@@ -134,7 +134,7 @@ class CpuStream:
         self._issued += 1
 
     def _prepare(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> Move:
-        move = Move(Place.of(destination), Place.of(source), what, self._name)
+        move = Move(AddressRange.of(destination), AddressRange.of(source), what, self._name)
         self._join_host()
         if self.group.strict:
             self._use(read=(source,), write=(destination,), what=str(move))

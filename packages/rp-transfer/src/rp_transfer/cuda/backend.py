@@ -19,7 +19,7 @@ from typing import Any
 import cupy
 import torch
 
-from rp_transfer.api import Event, HostUse, MemoryUse, Stream
+from rp_transfer.api import Abilities, Event, HostUse, MemoryUse, Stream
 from rp_transfer.checks import check_cast, check_copy
 from rp_transfer.cuda.pinned_pool import HostMemory
 from rp_transfer.cuda.segments import leave_no_holes
@@ -31,6 +31,7 @@ from rp_transfer.memory.regions import Regions
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 _ANY_DIRECTION = 4  # cudaMemcpyDefault: the driver infers the direction from the addresses
 _STREAMS = ("compute", "weights_in", "activations_in", "results_out", "gradients_out")
+_ABILITIES = Abilities(computes_on_host=False, repeats_exactly=False, rounds_fp32=True, pools_host_memory=True)
 # By name: CUDA's streams of devices that are gone, for the next ones. None is ever destroyed, since torch's
 # allocator keeps free memory by stream, and synchronizes with that stream to unmap an expandable segment.
 _IDLE_STREAMS: defaultdict[str, deque[Any]] = defaultdict(deque)
@@ -236,6 +237,11 @@ class CudaBackend:
     def devices(self) -> tuple[CudaDevice, ...]:
         """The GPUs, in the requested order."""
         return self._devices
+
+    @property
+    def abilities(self) -> Abilities:
+        """GPUs compute beside the host."""
+        return _ABILITIES
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype, *, short_lived: bool = False) -> torch.Tensor:
         """Allocate pinned memory of exactly this size; see `HostMemory.empty`."""

@@ -20,8 +20,8 @@ from rp_transfer.checks import check_plain
 
 CHUNK_BYTES = 64 << 20
 # Copies are queued in parts of three quarters of a chunk, two of them in flight. While the second one runs (0.9 ms
-# on a fast link) the thread has time for an interrupt and the GIL before it queues the next (docs/performance.md).
-# An urgent copy waits for less than two chunks, even if its thread is late.
+# on a fast link) the thread has time for an interrupt and the GIL before it queues the next. An urgent
+# copy waits for less than two chunks, even if its thread is late (benchmarks/results/performance.md).
 _MOST_IN_FLIGHT = 2
 # A remainder of up to this share of a part joins the part before it instead of becoming a small copy of its own.
 _REST = 1 / 8

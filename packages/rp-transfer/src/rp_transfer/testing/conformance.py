@@ -9,7 +9,7 @@ from rp_transfer.api import Backend, Device
 from rp_transfer.errors import NotConforming, Unordered
 from rp_transfer.testing.contract import PROMISES, Promise, closing_is_final
 from rp_transfer.testing.hazards import hazards, needed_waits
-from rp_transfer.testing.interpreters import Machine, Results, in_order
+from rp_transfer.testing.interpreters import Interpreter, Results, in_order
 from rp_transfer.testing.programs import Program, without
 from rp_transfer.testing.random_programs import random_program
 from rp_transfer.testing.timeout import bounded
@@ -49,7 +49,7 @@ def run_on(backend: Backend, program: Program, *, unit: int = 1) -> Results:
 
 
 def _run(backend: Backend, program: Program, unit: int) -> Results:
-    machine = Machine(backend, program.dtype, unit)
+    machine = Interpreter(backend, program.dtype, unit)
     machine.run(program.steps)
     return machine.results
 

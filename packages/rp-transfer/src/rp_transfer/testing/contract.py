@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from rp_transfer.api import Backend, Device, Event, Stream
+from rp_transfer.api import Abilities, Backend, Device, Event, Stream
 from rp_transfer.errors import Closed, NotConforming
 from rp_transfer.memory.blocks import Layout
 from rp_transfer.testing.timeout import bounded
@@ -371,6 +371,12 @@ def any_thread_may_wait(backend: Backend, device: Device) -> None:
     _demand(bool((result == 1).all()), "another thread's wait must finish the copies")
 
 
+def abilities_are_told(backend: Backend, device: Device) -> None:
+    """A backend tells what its devices do in their own way."""
+    told = getattr(backend, "abilities", None)
+    _demand(isinstance(told, Abilities), f"{device.name}'s backend must have Abilities")
+
+
 PROMISES: tuple[Promise, ...] = (
     names_differ,
     events_end,
@@ -390,6 +396,7 @@ PROMISES: tuple[Promise, ...] = (
     generators_repeat,
     registered_memory_copies,
     any_thread_may_wait,
+    abilities_are_told,
 )
 
 

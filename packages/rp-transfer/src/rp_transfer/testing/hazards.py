@@ -13,12 +13,12 @@ from rp_transfer.testing.programs import (
     Compute,
     Copy,
     Free,
-    Lane,
     Piece,
     Program,
     Read,
     Record,
     Step,
+    StreamName,
     Take,
     Wait,
     Write,
@@ -50,7 +50,7 @@ class Order:
     all steps of the host and the compute streams. `events`: the steps before each event.
     """
 
-    lanes: dict[Lane, int] = field(default_factory=dict[Lane, int])
+    lanes: dict[StreamName, int] = field(default_factory=dict[StreamName, int])
     host: int = 0
     forced: int = 0
     events: dict[str, int] = field(default_factory=dict[str, int])
@@ -59,7 +59,7 @@ class Order:
     _before_take: dict[str, int] = field(default_factory=dict[str, int])
     _uses: dict[str, list[_Use]] = field(default_factory=dict[str, list[_Use]])
 
-    def past(self, lane: Lane | None) -> int:
+    def past(self, lane: StreamName | None) -> int:
         """Return the steps that precede the next step on `lane` (None: on the host)."""
         return self.host | (0 if lane is None else self.lanes.get(lane, 0))
 
@@ -126,7 +126,7 @@ def _is_eager(step: Step) -> bool:
     return lane is None or lane.stream == "compute"
 
 
-def _lane(step: Step) -> Lane | None:
+def _lane(step: Step) -> StreamName | None:
     return step.lane if isinstance(step, Copy | Compute | Record | Wait) else None
 
 

@@ -14,12 +14,12 @@ from rp_transfer.testing.programs import (
     Compute,
     Copy,
     Free,
-    Lane,
     Piece,
     Program,
     Read,
     Record,
     Step,
+    StreamName,
     Take,
     Wait,
     Write,
@@ -89,7 +89,7 @@ def in_order(program: Program) -> Results:
     return results
 
 
-class Machine:
+class Interpreter:
     """Runs steps on a backend, from a single thread."""
 
     def __init__(self, backend: Backend, dtype: torch.dtype, unit: int) -> None:
@@ -154,7 +154,7 @@ class Machine:
         if not event.query():
             raise NotConforming(f"query() of {step.event} must be True once synchronize() has returned")
 
-    def _stream(self, lane: Lane) -> Stream:
+    def _stream(self, lane: StreamName) -> Stream:
         self._attach(lane.device)
         return getattr(self._backend.devices[lane.device], lane.stream)
 

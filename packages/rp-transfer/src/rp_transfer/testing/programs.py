@@ -14,10 +14,10 @@ STREAMS = ("compute", "weights_in", "activations_in", "results_out", "gradients_
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Lane:
+class StreamName:
     """One stream of one device.
 
-    >>> print(Lane(1, "weights_in"))
+    >>> print(StreamName(1, "weights_in"))
     1/weights_in
     """
 
@@ -50,7 +50,7 @@ class Take:
 
     name: str
     numel: int
-    owner: Lane | None
+    owner: StreamName | None
 
     def __str__(self) -> str:
         return f"{self.name} = {'host' if self.owner is None else self.owner} takes {self.numel}"
@@ -91,7 +91,7 @@ class Read:
 class Copy:
     """Copy on a stream, between host and device."""
 
-    lane: Lane
+    lane: StreamName
     destination: Piece
     source: Piece
 
@@ -103,7 +103,7 @@ class Copy:
 class Compute:
     """Compute on the compute stream: ``destination = (sum of sources + constant) % MODULUS``."""
 
-    lane: Lane
+    lane: StreamName
     destination: Piece
     sources: tuple[Piece, ...]
     constant: int
@@ -116,7 +116,7 @@ class Compute:
 class Record:
     """Record an event after everything enqueued on the stream so far."""
 
-    lane: Lane
+    lane: StreamName
     event: str
 
     def __str__(self) -> str:
@@ -127,7 +127,7 @@ class Record:
 class Wait:
     """Order later work of stream `lane`, or of the host if it is None, after `event`."""
 
-    lane: Lane | None
+    lane: StreamName | None
     event: str
 
     def __str__(self) -> str:

@@ -14,12 +14,12 @@ from rp_transfer.testing.programs import (
     Compute,
     Copy,
     Free,
-    Lane,
     Piece,
     Program,
     Read,
     Record,
     Step,
+    StreamName,
     Take,
     Wait,
     Write,
@@ -108,12 +108,12 @@ class _Draft:
             lane = self.random.choice(knowing)
         return self._event(lane)
 
-    def _event(self, lane: Lane) -> str:
+    def _event(self, lane: StreamName) -> str:
         event = self._name("e")
         self._add(Record(lane, event))
         return event
 
-    def _lane_that_waits(self, need: int, step: Step) -> Lane | None:
+    def _lane_that_waits(self, need: int, step: Step) -> StreamName | None:
         if isinstance(step, Copy | Compute):
             return None if self.random.random() < 0.1 else step.lane
         owner = self._remote[step.name].owner if isinstance(step, Free) and step.name in self._remote else None
@@ -128,11 +128,11 @@ class _Draft:
         self._names += 1
         return f"{kind}{self._names}"
 
-    def _lane(self, device: int | None = None, stream: str | None = None) -> Lane:
+    def _lane(self, device: int | None = None, stream: str | None = None) -> StreamName:
         where = self.random.randrange(self.devices) if device is None else device
-        return Lane(where, stream or self.random.choice(STREAMS))
+        return StreamName(where, stream or self.random.choice(STREAMS))
 
-    def _take(self, kind: str, owner: Lane | None) -> Take:
+    def _take(self, kind: str, owner: StreamName | None) -> Take:
         return Take(self._name(kind), self.random.randint(1, _MAX_NUMEL), owner)
 
     def _take_host(self) -> None:
@@ -151,7 +151,7 @@ class _Draft:
         if sources and self.random.random() < 0.7:
             self._put(Copy(lane, whole, self._piece(self.random.choice(sources), take.numel)))
         else:
-            self._put(Compute(Lane(owner.device, "compute"), whole, (), self.random.randrange(50)))
+            self._put(Compute(StreamName(owner.device, "compute"), whole, (), self.random.randrange(50)))
         self._remote[take.name] = take
 
     def _numel(self, name: str) -> int:
@@ -206,7 +206,7 @@ class _Draft:
         fitting = [name for name in self._remote if self._device_of(name) == device and self._numel(name) >= numel]
         names = self.random.choices(fitting, k=self.random.randint(0, 2))
         sources = tuple(self._piece(name, numel) for name in names)
-        self._put(Compute(Lane(device, "compute"), destination, sources, self.random.randrange(50)))
+        self._put(Compute(StreamName(device, "compute"), destination, sources, self.random.randrange(50)))
 
     def _free(self) -> None:
         names = [*self._host, *self._remote]

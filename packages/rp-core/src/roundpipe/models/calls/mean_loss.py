@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any, cast
 
+from rp_engine import LossFn
+from rp_engine.errors import TrainingWarning
+from rp_engine.user_warnings import warn_user
 from torch import nn
 from torch.nn import functional
-
-from roundpipe.errors import TrainingWarning
-from roundpipe.execution.call import LossFn
 
 # Functions whose `reduction` is "mean" by default.
 _FUNCTIONS = (
@@ -47,11 +46,10 @@ def takes_mean(loss_fn: object) -> bool:
 def tell_mean(loss_fn: LossFn, microbatches: int) -> None:
     """Warn of a mean over each of several microbatches, whose losses are summed; for `forward_backward`."""
     if microbatches > 1 and takes_mean(loss_fn):
-        warnings.warn(
+        warn_user(
             "loss_fn takes a mean over each microbatch, and the losses of microbatches are summed, so the loss "
             f"and gradients of this batch are {microbatches} times as large as its mean's; write "
             "loss_fn=roundpipe.token_mean(f, shift=False) with a function f that sums (reduction='sum'), or "
             "divide by the number of microbatches",
             TrainingWarning,
-            stacklevel=4,
         )

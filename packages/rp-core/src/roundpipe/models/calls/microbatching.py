@@ -7,13 +7,10 @@ from typing import Any
 
 import rp_batch
 import torch
-from rp_sched import Mode
+from rp_engine import Engine, RoundPipeRunConfig, Runtime
+from rp_engine.estimates import rows_of
+from rp_sched import Mode, Plan
 from torch import nn
-
-from roundpipe.engine.engine import Engine
-from roundpipe.planning.footprint import rows_of
-from roundpipe.runtime.runtime import Runtime
-from roundpipe.settings.run_config import RoundPipeRunConfig
 
 
 def declared_spec(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
@@ -26,6 +23,39 @@ def declared_spec(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
     main = [name for name in getattr(model, "main_arguments", ()) if _is_batch(kwargs.get(name))]
     found = {**dict.fromkeys(whole, rp_batch.Replicate()), **dict.fromkeys(main, rp_batch.Split())}
     return (None, found) if found else None
+
+
+def knows_batch(model: nn.Module) -> bool:
+    """Return whether a model is a row of rp_presets, which says which of its arguments have samples first.
+
+    >>> knows_batch(nn.Linear(2, 2))
+    False
+    """
+    return bool(getattr(model, "main_arguments", ()))
+
+
+def in_one_piece(name: str, arguments: Any, config: RoundPipeRunConfig) -> rp_batch.Parts[Any]:
+    """Return a call that was to be split, but cannot be, in one microbatch.
+
+    Raises `ValueError` if its plan divides microbatches between devices.
+    """
+    plan = config.execute_plan
+    if isinstance(plan, Plan) and plan.tasks_a_stage > 1:
+        raise ValueError(
+            f"{name} must run its batch in one piece: split, it does not give what it gives for the whole batch; "
+            f"but its execute_plan ({plan}) divides microbatches between devices. If it can be split, say how "
+            "(split_input); otherwise leave the groups out of the plan"
+        )
+    return rp_batch.split(arguments, 1)
+
+
+def in_parts(arguments: Any) -> bool:
+    """Return whether something among the arguments is in microbatches already.
+
+    >>> in_parts(((rp_batch.Parts([1, 2]),), {})), in_parts(((torch.zeros(2),), {}))
+    (True, False)
+    """
+    return any(isinstance(leaf, rp_batch.Parts) for leaf in rp_batch.flatten(arguments)[0])
 
 
 def _is_batch(value: object) -> bool:
@@ -47,12 +77,13 @@ def num_microbatches(
     given = config.num_microbatch
     if isinstance(given, int):
         return given
-    group = runtime.group
-    if group is not None and torch.is_grad_enabled() and config.requires_grad is not False:
-        # Machines divide all calls that train.
+    peers = runtime.peers
+    is_forward = mode == "train"
+    if is_forward and not peers.is_alone and torch.is_grad_enabled() and config.requires_grad is not False:
+        # Machines divide all calls that train, and those that compute losses.
         mode = "fused"
-    more = (1 if group is None or mode != "fused" else group.size) * (len(runtime.lanes) + 1)
-    on_host = runtime.lanes[0].device.torch_device.type == "cpu"
+    more = (1 if mode == "train" else peers.size) * (len(runtime.lanes) + 1)
+    on_host = runtime.backend.abilities.computes_on_host
     if config.execute_plan is not None or (given is None and on_host):
         return more
     # A split into one tells the size of the batch. A function of the caller's runs once, so it is not asked.

@@ -1,13 +1,13 @@
-"""The place of a call's outputs: the host, or the device that was asked for."""
+"""A call's outputs: merged into those of the batch, on the host or on the device that was asked for."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import rp_batch
 import torch
-
-from roundpipe.settings.run_config import RoundPipeRunConfig
+from rp_engine import RoundPipeRunConfig
 
 
 def check_outputs(config: RoundPipeRunConfig) -> None:
@@ -33,3 +33,10 @@ def placed(merged: Any, config: RoundPipeRunConfig) -> Any:
     return rp_batch.map_leaves(
         lambda leaf: leaf.to(config.output_device) if isinstance(leaf, torch.Tensor) else leaf, merged
     )
+
+
+def merged(outputs: Sequence[Any], parts: rp_batch.Parts[Any], config: RoundPipeRunConfig) -> Any:
+    """Return the outputs of the batch, given those of its microbatches, or these if they stay apart."""
+    if config.merge_output is False:
+        return outputs
+    return placed(rp_batch.merge(outputs, config.merge_output, sizes=parts.sizes), config)

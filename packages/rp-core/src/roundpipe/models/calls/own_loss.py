@@ -9,10 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import rp_batch
 import torch
+from rp_engine import LossFn
+from rp_engine.context import computing_loss
+from rp_engine.wrapping import check_losses
 from torch import nn
 
-from roundpipe.context import computing_loss
-from roundpipe.execution.call import LossFn
 from roundpipe.models.calls.mean_loss import tell_mean
 from roundpipe.models.calls.token_mean import TokenMean
 
@@ -58,7 +59,7 @@ class CallLoss:
 
     def loss_of(self, parts: rp_batch.Parts[Any], outputs: Sequence[Any]) -> torch.Tensor | None:
         """The loss of the batch, from the microbatches' outputs; None if these have none that is a scalar."""
-        found = [getattr(output, "loss", None) for output in outputs]
+        found = [_loss_in(output, None) for output in outputs]
         if not all(isinstance(loss, torch.Tensor) and loss.dim() == 0 for loss in found):
             return None
         labels, loss_fn = self.in_parts(parts)
@@ -81,7 +82,7 @@ def call_loss(
             return _split(label, parts, split_label), over or partial(_of_part, len(parts), loss_fn)
 
         return CallLoss(dict(kwargs), in_parts)
-    _refuse_label(label, kwargs)
+    refuse_label(label, kwargs)
     own = getattr(model, "own_loss", None)
     if not isinstance(own, OwnLoss | Exception | None):
         raise TypeError(f"own_loss of the model must be an OwnLoss, but is a {type(own).__name__}")
@@ -93,6 +94,27 @@ def call_loss(
             # How it divides is unknown, which does not matter for one microbatch.
             reason = error
     return CallLoss(dict(kwargs), lambda parts: ([None] * len(parts), partial(_of_outputs, len(parts), reason)))
+
+
+def check_arguments(input_args: object, input_kwargs: object, loss_fn: object) -> None:
+    """Raise `TypeError` unless the arguments of a call that computes a loss are of their kinds."""
+    if not isinstance(input_args, tuple):
+        raise TypeError(f"input_args must be a tuple, but is a {type(input_args).__name__}; write (x,)")
+    if input_kwargs is not None and not isinstance(input_kwargs, Mapping):
+        raise TypeError(f"input_kwargs must be a dict, but is a {type(input_kwargs).__name__}; write {{'x': x}}")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be callable, but is a {type(loss_fn).__name__} instead")
+
+
+def loss_of_whole(outputs: Any, label: Any, loss_fn: LossFn) -> torch.Tensor | list[torch.Tensor]:
+    """The loss of a batch in one piece, from its outputs, or a list of losses; see `call_loss`.
+
+    Raises `TypeError` for anything else.
+    """
+    is_own = loss_fn is outputs_are_loss
+    found: Any = _of_outputs(1, None, outputs, None) if is_own else loss_fn(outputs, label)
+    losses, _ = check_losses(found, with_grad=False)
+    return losses[0] if isinstance(found, torch.Tensor) else losses
 
 
 def _of_part(microbatches: int, loss_fn: LossFn, outputs: Any, label: Any) -> Any:
@@ -113,7 +135,8 @@ def _split(label: Any, parts: rp_batch.Parts[Any], split_label: Any) -> Sequence
     return rp_batch.split(label, len(parts), split_label, sizes=parts.sizes, exact=True, name="label")
 
 
-def _refuse_label(label: Any, kwargs: Mapping[str, Any]) -> None:
+def refuse_label(label: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for a `label` where no `loss_fn` reads it."""
     if label is None:
         return
     if kwargs.get("labels") is not None:
@@ -134,10 +157,24 @@ def _why(reason: Exception | None) -> str:
 _NO_LOSS = object()
 
 
+def _loss_in(outputs: Any, default: Any) -> Any:
+    """The loss among outputs, which may be of any class."""
+    try:
+        return getattr(outputs, "loss", default)
+    except KeyError:
+        # A dict whose items are attributes: many are written with `__getattr__ = dict.__getitem__`.
+        return default
+
+
 def _of_outputs(num_microbatches: int, reason: Exception | None, outputs: Any, label: None) -> Any:
     """The outputs, or their loss if they have one and are those of the whole batch."""
     del label
-    loss = getattr(outputs, "loss", _NO_LOSS)
+    loss = _loss_in(outputs, _NO_LOSS)
+    if isinstance(outputs, torch.Tensor) and outputs.numel() != 1:
+        raise TypeError(
+            f"the model returned a tensor of shape {tuple(outputs.shape)}, but a loss has one element, and "
+            "there is no loss_fn; give one, such as loss_fn=roundpipe.token_mean(...), with its label"
+        )
     if isinstance(outputs, torch.Tensor) or loss is _NO_LOSS:
         return outputs
     if loss is None:
@@ -155,6 +192,11 @@ def _of_outputs(num_microbatches: int, reason: Exception | None, outputs: Any, l
 
 def with_loss(outputs: Any, loss: Any) -> Any:
     """The merged outputs with the loss of the batch: merging has averaged those of the microbatches."""
-    if loss is not None and isinstance(getattr(outputs, "loss", None), torch.Tensor):
-        outputs.loss = loss
+    found = _loss_in(outputs, None)
+    if loss is None or loss is found or not isinstance(found, torch.Tensor):
+        return outputs
+    if hasattr(outputs, "_replace"):
+        # A named tuple, as `nn.AdaptiveLogSoftmaxWithLoss` returns, cannot be written.
+        return outputs._replace(loss=loss)
+    outputs.loss = loss
     return outputs

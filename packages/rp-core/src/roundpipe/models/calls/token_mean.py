@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import rp_batch
 import torch
+from rp_engine import LossFn
+from rp_engine.context import loss_microbatches
 
-from roundpipe.context import loss_microbatches
-from roundpipe.execution.call import LossFn
 from roundpipe.models.calls.mean_loss import takes_mean
 
 # How many labels a label tree has, or how many for each of several losses.

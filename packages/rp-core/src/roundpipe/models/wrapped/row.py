@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from rp_engine.wrapping import entrance_of, has_hooks
 from torch import nn
-
-from roundpipe.device.entrance import entrance_of
-from roundpipe.device.replica import has_hooks
 
 
 def row_of(model: nn.Module) -> list[nn.Module]:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, Self
 
 import torch
+from rp_engine.errors import RoundPipeError
+from rp_engine.frameworks import advice
 from torch import nn
 
-from roundpipe.errors import RoundPipeError
-from roundpipe.frameworks import advice
 from roundpipe.models.wrapped.names import keep_tied, names_in, rename_nested, tensors
 
 _STAYS = "a RoundPipe model stays on the host in the dtype it was wrapped in"
@@ -135,6 +135,22 @@ class StandIn(nn.Module):
         told = " and ".join(map(str, wanted))
         raise RuntimeError(f"{_STAYS}, but was asked to move to {told}; {_BEFORE}{advice()}")
 
+    def float(self) -> Self:
+        """Return the model if it is of this dtype; as `to`."""
+        return self.to(torch.float32)
+
+    def double(self) -> Self:
+        """Return the model if it is of this dtype; as `to`."""
+        return self.to(torch.float64)
+
+    def half(self) -> Self:
+        """Return the model if it is of this dtype; as `to`."""
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> Self:
+        """Return the model if it is of this dtype; as `to`."""
+        return self.to(torch.bfloat16)
+
     def cpu(self) -> Self:
         """Return the model, which is on the host."""
         return self
@@ -151,6 +167,12 @@ class StandIn(nn.Module):
         del args, kwargs
         raise TypeError(
             f"a RoundPipe model cannot be compiled as a whole; wrap it with compile_layers=True{advice()}"
+        )
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise TypeError(
+            f"RoundPipe model {self.name!r} uses devices and threads, which torch.jit.script cannot compile; wrap "
+            "it with compile_layers=True, or script the model that was wrapped, before wrapping it"
         )
 
     def __deepcopy__(self, memo: object) -> NoReturn:

@@ -18,7 +18,7 @@
 
 #define BLOCK 128
 /* The prefetch distance in elements: arithmetic and memory access overlap. BLOCK and AHEAD were tuned on two kinds
- * of processors (docs/performance.md). */
+ * of processors (benchmarks/results/performance.md). */
 #define AHEAD 1024
 #define LANES 16
 #define GROUPS (BLOCK / RPO_GROUP)

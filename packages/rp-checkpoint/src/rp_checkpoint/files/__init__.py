@@ -1,0 +1,1 @@
+"""The files of a checkpoint: values, tensors, checksums, and folders that are in place at once."""

@@ -1,0 +1,1 @@
+"""Write a checkpoint while training goes on."""

@@ -1,0 +1,90 @@
+"""Choose the devices and the dtype of a training job, and open a runtime on them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+from roundpipe import Runtime
+from rp_trainer.errors import Refused
+from rp_trainer.processes import Processes
+from rp_transfer import BackendUnavailable, default_devices, parse_devices
+
+
+class _Chosen(Protocol):
+    """The options of a job: a frozen dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def devices(self) -> str | None: ...
+
+    @property
+    def dtype(self) -> str | None: ...
+
+
+_Fitted = TypeVar("_Fitted", bound=_Chosen)
+
+
+def fitted(options: _Fitted) -> _Fitted:
+    """Fill in the devices and the dtype.
+
+    Devices: the option's, else those of ``ROUNDPIPE_DEVICES``, else all GPUs, else two CPU devices;
+    of several processes that torchrun started on this machine, each has its share of the GPUs. Dtype: the
+    option's, else float32 on CPU devices and bfloat16 on GPUs.
+
+    Raises `Refused` for a devices string that cannot be parsed, and for fewer GPUs than processes.
+    """
+    devices = _default_devices() if options.devices is None else options.devices
+    cpu_devices = _cpu_devices(devices)
+    return replace(options, devices=devices, dtype=options.dtype or ("float32" if cpu_devices else "bfloat16"))
+
+
+@contextmanager
+def opened(devices: str, processes: Processes) -> Generator[Runtime, None, None]:
+    """Open a runtime on the devices, and close it on exit. Raises `Refused` if a device is not available.
+
+    Each CPU device keeps one core busy, so torch's intra-op threads are reduced by as many inside the context.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads - _cpu_devices(devices)))
+    try:
+        runtime = _runtime(devices, processes)
+        try:
+            yield runtime
+        except BaseException as error:
+            if not processes.is_in_order(error):
+                runtime.fail(error)
+            raise
+        finally:
+            runtime.close()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _runtime(devices: str, processes: Processes) -> Runtime:
+    try:
+        return Runtime(devices, machines=processes.machines or False)
+    except (ValueError, BackendUnavailable) as error:
+        raise Refused(str(error)) from error
+
+
+def _default_devices() -> str:
+    try:
+        devices = default_devices()
+    except BackendUnavailable as error:
+        raise Refused(str(error)) from error
+    return "cpu:2" if devices == "cpu" and not os.environ.get("ROUNDPIPE_DEVICES") else devices
+
+
+def _cpu_devices(devices: str) -> int:
+    """Return the number of CPU devices that the string selects; 0 if it selects GPUs."""
+    try:
+        choice = parse_devices(devices)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    return choice.count if choice.kind == "cpu" else 0

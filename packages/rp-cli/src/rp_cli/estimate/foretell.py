@@ -1,0 +1,183 @@
+"""Predict training on a machine: the fastest plan that fits, or the memory that is missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rp_engine.estimates import MemoryForecast, counts_of, fastest, in_place
+from rp_sched import Assigner, LayerCost, Limits, PricedPlan, Resource, Search, Task, simulate, simulated_ms
+
+from rp_cli.estimate.hardware import Machine, memory_bytes_for
+from rp_cli.estimate.network import ONE_MACHINE, Network
+from rp_cli.estimate.workload import Workload, size_of
+
+Bound = Resource | Literal["network"]
+# The number of calls to simulate for the memory that devices use.
+_CALLS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The question: training on a machine with `batch` sequences in a step.
+
+    `microbatches`: None to choose the number whose plan is fastest. `network`: how many such machines share a
+    step, its batch and its microbatches.
+    """
+
+    workload: Workload
+    machine: Machine
+    batch: int
+    microbatches: int | None = None
+    network: Network = ONE_MACHINE
+
+    @property
+    def machines(self) -> int:
+        """The number of machines."""
+        return self.network.machines
+
+    def counts(self) -> dict[int, int]:
+        """Return the numbers of microbatches to try, by the number on each machine, fewest first."""
+        if self.microbatches is not None:
+            return {math.ceil(self.microbatches / self.machines): self.microbatches}
+        own = counts_of(math.ceil(self.batch / self.machines))
+        return {count: min(count * self.machines, self.batch) for count in own}
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan that fits the devices, with its times and bytes.
+
+    `microbatches`: of all machines. `sequences`: of the largest microbatch. `machine_ms`: the time of a step
+    without the network. `device_bytes`: the most on a device at once, with workspace; 0 if it was not simulated.
+    `tasks`: of one call. `traffic_bytes`: bytes that a machine sends in a step, and receives; `network_ms`: the
+    time that this takes.
+    """
+
+    priced_plan: PricedPlan
+    microbatches: int
+    sequences: int
+    machine_ms: float
+    device_bytes: int
+    devices: int
+    tasks: tuple[Task, ...]
+    traffic_bytes: int = 0
+    network_ms: float = 0.0
+
+    @property
+    def ms(self) -> float:
+        """The time of a step: traffic overlaps with everything else, so the longer of both counts."""
+        return max(self.machine_ms, self.network_ms)
+
+    @property
+    def bound_by(self) -> Bound:
+        """The resource that is busy for the longest time."""
+        return "network" if self.network_ms > self.machine_ms else self.priced_plan.bottleneck(self.devices)
+
+    def busy_ms(self) -> dict[Bound, float]:
+        """Return the time for which each resource is busy in a step."""
+        busy: dict[Bound, float] = {**self.priced_plan.loads_ms(self.devices)}
+        return {**busy, "network": self.network_ms} if self.network_ms else busy
+
+
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """The answer to a case. `planned`: None if no plan fits the devices. `forecast`: host memory, under the plan.
+
+    `device_short_bytes`: the bytes that a device lacks for any plan; 0 if one fits.
+    """
+
+    case: Case
+    planned: Planned | None
+    forecast: MemoryForecast
+    device_short_bytes: int = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether devices and host have enough memory."""
+        return self.planned is not None and self.forecast.fits
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second of the plan; 0 without one."""
+        return 0.0 if self.planned is None else self.tokens * 1e3 / self.planned.ms
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a step."""
+        return self.case.batch * self.case.workload.sequence
+
+
+def foretell(case: Case, *, settles: bool = True) -> Foretold:
+    """Plan a case and forecast its memory. `settles`: search until the end, and simulate the result."""
+    counts = case.counts()
+    best = fastest(
+        counts,
+        lambda own: _problem(case, size_of(case.batch, counts[own])),
+        devices=case.machine.devices,
+        mode="fused",
+    )
+    own = list(counts)[-1] if best is None else best[0]
+    count = counts[own]
+    planned = None if best is None else _planned(count, best[1], case, settles=settles)
+    tasks = () if planned is None else planned.tasks
+    forecast = case.workload.forecast(tasks, own, size_of(case.batch, count), case.machine, case.machines)
+    short = 0 if planned else min(_lacking_bytes(case, size_of(case.batch, one)) for one in counts.values())
+    return Foretold(case, planned, forecast, short)
+
+
+def _lacking_bytes(case: Case, sequences: int) -> int:
+    """Return the bytes that a device lacks to run each layer alone, with gradients, activations and workspace."""
+    costs = case.workload.costs(sequences, case.machine.card.tflops)
+    most = max(cost.weight_bytes + cost.gradient_bytes + cost.kept_bytes for cost in costs)
+    least = memory_bytes_for(most + case.workload.working_bytes(sequences))
+    return max(least - case.machine.card.memory_bytes, 1)
+
+
+def _problem(case: Case, sequences: int) -> tuple[list[LayerCost], Limits]:
+    workload, machine = case.workload, case.machine
+    is_double = workload.is_double(machine.ram, case.machines)
+    limits = machine.limits(
+        workload.working_bytes(sequences),
+        optimizer_bytes=workload.step_bytes(case.machines),
+        double_buffer=is_double,
+    )
+    if workload.master == "split" and not is_double:
+        limits = replace(limits, host=in_place(limits.host))
+    return workload.costs(sequences, machine.card.tflops), limits
+
+
+def _planned(count: int, search: Search, case: Case, *, settles: bool) -> Planned:
+    devices = case.machine.devices
+    priced = search.settle() if settles else search.best
+    assigner = Assigner(devices)
+    calls = [assigner.assign(priced) for _ in range(_CALLS)]
+    sequences = size_of(case.batch, count)
+    traffic = case.workload.traffic_bytes(case.machines, calls[0])
+    return Planned(
+        priced_plan=priced,
+        microbatches=count,
+        sequences=sequences,
+        machine_ms=simulated_ms(priced, devices) if settles else search.best_ms,
+        device_bytes=_peak_bytes(priced, calls, devices) + case.workload.working_bytes(sequences)
+        if settles
+        else 0,
+        devices=devices,
+        tasks=calls[0],
+        traffic_bytes=traffic,
+        network_ms=traffic / (case.network.gb_s * 1e6),
+    )
+
+
+def _peak_bytes(priced: PricedPlan, calls: Sequence[Sequence[Task]], devices: int) -> int:
+    timeline = simulate(
+        calls,
+        priced.loads.costs,
+        devices=devices,
+        microbatches=priced.microbatches,
+        mode=priced.mode,
+        limits=priced.loads.limits,
+    )
+    return max(timeline.peak_bytes)

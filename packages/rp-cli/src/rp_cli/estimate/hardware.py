@@ -1,0 +1,173 @@
+"""The machine to plan for: devices, links and host, in the scheduler's terms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from rp_engine import Runtime
+from rp_engine.estimates import USABLE, probe
+from rp_sched import Host, Limits, Switch
+from rp_trainer.errors import Refused
+from rp_transfer import BackendUnavailable, HostLimit
+
+from rp_cli.estimate.cards import Card, card_named
+from rp_cli.estimate.options import PlanOptions
+
+# CUDA's context and libraries take this much of a device's memory.
+CONTEXT_BYTES = 600 * 10**6
+# Defaults, measured on hosts of H200s (benchmarks/results/scaling.md).
+RAM_GB_S = 165.0
+OPTIMIZER_SHARE = 0.9
+GIL_MS_PER_GB = 7.0
+# Of 16-bit gradients that one porter adds to two buffers: what 12.5 were in fp32, in 0.9 of the time.
+ADD_GB_S = 6.9
+GRADIENT_BUFFERS = 2
+# The size of a matrix product that is large enough to reach a device's rate.
+_MATRIX = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The machine. `is_measured`: its card, links and host memory were measured here.
+
+    `ram`: None if it is unknown. `switches`: the groups of cards, by number, that share one link.
+    """
+
+    card: Card
+    devices: int
+    ram: HostLimit | None
+    ram_gb_s: float
+    switches: tuple[Switch, ...] = ()
+    is_measured: bool = False
+
+    @property
+    def usable_bytes(self) -> int:
+        """The bytes of a device's memory that plans may use: the rest is CUDA's, or lost to fragmentation."""
+        return max(int((self.card.memory_bytes - CONTEXT_BYTES) * USABLE), 1)
+
+    def limits(self, working_bytes: int, *, optimizer_bytes: float, double_buffer: bool) -> Limits:
+        """Return the limits for plans, beside a workspace of `working_bytes` on each device.
+
+        `optimizer_bytes`: host memory that a step moves for each trained 16-bit weight.
+        """
+        return Limits(
+            device_memory_bytes=max(self.usable_bytes - working_bytes, 1),
+            upload_gb_s=self.card.link_gb_s,
+            download_gb_s=self.card.link_gb_s,
+            switches=self.switches,
+            host=Host(
+                memory_gb_s=self.ram_gb_s,
+                gil_ms_per_gb=GIL_MS_PER_GB,
+                add_gb_s=ADD_GB_S,
+                add_threads=self.devices,
+                gradient_buffers=GRADIENT_BUFFERS,
+                optimizer_bytes=optimizer_bytes,
+                optimizer_gb_s=OPTIMIZER_SHARE * self.ram_gb_s,
+                double_buffer=double_buffer,
+            ),
+        )
+
+    def with_devices(self, devices: int) -> Machine:
+        """Return the machine with another number of devices, and the same number of devices behind each switch."""
+        if not self.switches:
+            return replace(self, devices=devices)
+        first = self.switches[0]
+        size = len(first.devices)
+        groups = [range(at, min(at + size, devices)) for at in range(0, devices, size)]
+        switches = tuple(replace(first, devices=tuple(group)) for group in groups)
+        return replace(self, devices=devices, switches=switches)
+
+
+def memory_bytes_for(nbytes: int) -> int:
+    """The memory of a card of which plans may use so many bytes."""
+    return math.ceil(nbytes / USABLE) + CONTEXT_BYTES + 1
+
+
+def machine_of(options: PlanOptions) -> Machine:
+    """Return the machine that the options describe, or this one as measured; options replace measurements.
+
+    Raises `Refused` if this machine is to be measured, but has no GPU.
+    """
+    machine = _here(options.devices) if options.card is None else _described(options.card, options.devices or 1)
+    link = options.link_gb_s
+    card = machine.card if link is None else replace(machine.card, link_gb_s=link)
+    ram = None if options.ram_bytes is None else HostLimit("the given RAM", options.ram_bytes, options.ram_bytes)
+    return replace(
+        machine,
+        card=card,
+        ram=ram or machine.ram,
+        ram_gb_s=options.ram_gb_s or machine.ram_gb_s,
+        switches=_switches(options.switches, card.link_gb_s) or machine.switches,
+    )
+
+
+def _described(card: Card, devices: int) -> Machine:
+    return Machine(card, devices, None, RAM_GB_S)
+
+
+def _switches(counts: tuple[int, ...], link_gb_s: float) -> tuple[Switch, ...]:
+    """Return the switches; the cards behind each share one link, as fast as that of each card."""
+    starts = [sum(counts[:at]) for at in range(len(counts))]
+    return tuple(
+        Switch(devices=tuple(range(start, start + count)), upload_gb_s=link_gb_s, download_gb_s=link_gb_s)
+        for start, count in zip(starts, counts, strict=True)
+    )
+
+
+def _here(devices: int | None) -> Machine:
+    if not torch.cuda.is_available():
+        raise Refused(
+            "--gpu must be given, such as --gpu 'RTX 4090', since this machine has no GPU that torch can use"
+        )
+    if devices is not None and devices > torch.cuda.device_count():
+        raise Refused(f"--devices must be at most {torch.cuda.device_count()} here, but is {devices}; give --gpu")
+    try:
+        with Runtime("cuda" if devices is None else f"cuda:{','.join(map(str, range(devices)))}") as runtime:
+            return measured(runtime)
+    except BackendUnavailable as error:
+        raise Refused(f"devices cannot be opened: {error}") from error
+
+
+def measured(runtime: Runtime) -> Machine:
+    """Return the machine of an open runtime, measured by the engine's probe and one matrix product.
+
+    A card in the table has the table's rate, since a product's rate depends on its size and on the clock.
+    """
+    rates = probe(runtime)
+    uses = runtime.memory()
+    device = runtime.lanes[0].device.torch_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else uses[0].name
+    known = card_named(name)
+    links = [rate for rate in (*rates.up_gb_s, *rates.down_gb_s) if rate is not None]
+    card = Card(
+        name,
+        min(use.total_bytes for use in uses),
+        min(links),
+        known.tflops if known else _tflops(device, _MATRIX if device.type == "cuda" else 256),
+    )
+    return Machine(
+        card, len(uses), runtime.host_limit(), rates.memory_gb_s or RAM_GB_S, rates.switches, is_measured=True
+    )
+
+
+def _tflops(device: torch.device, size: int) -> float:
+    """Return the 10^12 operations a second of a square bf16 product."""
+    one = torch.ones(size, size, dtype=torch.bfloat16, device=device)
+    return max(2 * size**3 / _seconds(lambda: one @ one, device) / 1e12, 1e-3)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the shortest of five times."""
+    import time
+
+    times: list[float] = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begun)
+    return max(min(times), 1e-9)

@@ -1,0 +1,305 @@
+"""A language model from its config only, on the meta device, where tensors have shapes but no memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from roundpipe.loading import STORED
+from rp_packing import pack_frozen
+from rp_presets import check_config, lists_of_layers, packed_kind, read_object, unasked
+from rp_trainer.errors import Refused
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rp_cli.strangers.code import told
+from rp_cli.strangers.files import check_stored
+from rp_cli.strangers.limited import Budget, limited
+
+# A config has some kilobytes: a larger file is not a config, and is not read.
+_MOST_BYTES = 16 * 2**20
+# The scheduler's limit.
+_MOST_LAYERS = 4000
+# Lengths make no lists, but tensors, which have no memory on the meta device. Others are taken for counts.
+_LENGTHS = (
+    "size",
+    "dim",
+    "position",
+    "vocab",
+    "token",
+    "theta",
+    "length",
+    "window",
+    "inner",
+    "embd",
+    "ctx",
+    "hidden",
+    "ffn",
+    "_id",
+    "base",
+    "freq",
+    "channels",
+    "features",
+    "rank",
+    "width",
+    "block",
+    "chunk",
+)
+_COUNTS = ("layer", "expert", "head", "label", "depth", "stage", "level", "group", "codebook", "stack")
+_MOST_LENGTH = 2**25
+# The number of dimensions of stacked experts.
+_STACK = 3
+
+
+def model_of(
+    path: Path,
+    lora: int | None = None,
+    *,
+    targets: Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
+    pack: str | None = None,
+) -> nn.Module:
+    """Create the model of a config file; if `lora` is given, with adapters of that rank and all else frozen.
+
+    `targets`: the last parts of the names of layers that get adapters; None for all linear layers. `dtype`: the
+    weights'; None for the config's, bfloat16 if it has none. `pack`: see `packing_of`; this does not pack the
+    model.
+
+    Raises `Refused` for a config of another kind.
+    """
+    model = _made(path, config_of(path, is_stored=pack == STORED), dtype)
+    if not lists_of_layers(model):
+        raise Refused(
+            f"--model {path}: a {type(model).__name__} has no list of layers, so there is nothing to plan"
+        )
+    if lora is not None and not adapt(model, lora, targets):
+        which = "linear layers to adapt" if targets is None else f"layers named {', '.join(targets)}"
+        raise Refused(f"--lora: the layers of a {type(model).__name__} have no {which}")
+    return model.train()
+
+
+def check_positions(model: nn.Module, sequence: int) -> None:
+    """Raise `Refused` for a sequence of more tokens than the model has positions."""
+    most: Any = getattr(cast(Any, model).config.get_text_config(), "max_position_embeddings", None)
+    # Some configs have -1, or nothing, for any number.
+    if isinstance(most, int) and 0 < most < sequence:
+        raise Refused(f"--sequence must be at most {most}, the positions that the model has, but is {sequence}")
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The format of a model's packed frozen weights. `of`: which are packed; experts are 3-dimensional stacks."""
+
+    format: str
+    of: Literal["all", "experts", "linear layers"] = "all"
+
+    def pack(self, model: nn.Module) -> None:
+        """Pack a model on the meta device. Raises `Refused` for weights that do not fit the format."""
+        try:
+            pack_frozen(model, self.format, select=self._select(model))
+        except ValueError as error:
+            raise Refused(f"--pack {self.format}: {error}") from error
+
+    def _select(self, model: nn.Module) -> Callable[[str, nn.Parameter], bool] | None:
+        match self.of:
+            case "all":
+                return None
+            case "experts":
+                return lambda _, parameter: parameter.ndim == _STACK and not parameter.requires_grad
+            case "linear layers":
+                weights = _linear_weights(model)
+                return lambda name, parameter: name in weights and not parameter.requires_grad
+
+
+def _linear_weights(model: nn.Module) -> set[str]:
+    """Return the names of the weights of a model's linear layers, without the output head."""
+    get: Any = getattr(model, "get_output_embeddings", None)
+    head = get() if callable(get) else None
+    modules = cast("Any", model).named_modules()
+    return {f"{name}.weight" for name, one in modules if isinstance(one, nn.Linear) and one is not head}
+
+
+def packing_of(path: Path, pack: str | None) -> Packing | None:
+    """Return how ``--pack`` packs the model of a config file; None for not at all.
+
+    Raises `Refused` if weights are to stay as they are stored, but are not stored packed.
+    """
+    if pack is None:
+        return None
+    if pack != STORED:
+        return Packing(pack)
+    try:
+        kind = packed_kind(path.parent)
+    except ValueError as error:
+        raise Refused(f"--model {error}") from error
+    if kind is None:
+        raise Refused(f"--pack {STORED}: {path} is of weights that are not packed; name a format, such as nf4")
+    match kind:
+        case "mxfp4":
+            # As published: GPT-OSS has all weights except its experts in bf16.
+            return Packing(kind, "experts")
+        case "fp8":
+            return Packing(kind)
+        case _:
+            # bitsandbytes replaces modules, which stacked experts are not.
+            return Packing(kind, "linear layers")
+
+
+def adapt(model: nn.Module, rank: int, targets: Sequence[str] | None = None) -> int:
+    """Freeze the model and add adapters in fp32 to linear layers inside its layers; return how many.
+
+    As PEFT does with ``target_modules="all-linear"``, or a list of names.
+    """
+    model.requires_grad_(False)
+    adapted = [
+        (module, name, child)
+        for layers in lists_of_layers(model).values()
+        for module in layers.modules()
+        for name, child in module.named_children()
+        if _features(child) is not None
+        and (targets is None or name in {one.rpartition(".")[2] for one in targets})
+    ]
+    for module, name, child in adapted:
+        setattr(module, name, Adapted(child, rank))
+    return len(adapted)
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank adapter: two thin matrices that are trained (Hu et al., 2021)."""
+
+    def __init__(self, base: nn.Module, rank: int) -> None:
+        super().__init__()
+        features = _features(base)
+        assert features is not None
+        inside, outside = features
+        self.base = base
+        self.a = nn.Parameter(torch.empty(rank, inside, dtype=torch.float32, device="meta"))
+        self.b = nn.Parameter(torch.empty(outside, rank, dtype=torch.float32, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's result plus the adapter's."""
+        result = cast(Tensor, self.base(x))
+        return result + functional.linear(functional.linear(x.to(self.a.dtype), self.a), self.b).to(result.dtype)
+
+
+def _features(module: nn.Module) -> tuple[int, int] | None:
+    """Return the widths of a linear layer's inputs and outputs; None for another module."""
+    if type(module) is nn.Linear:
+        return module.in_features, module.out_features
+    # GPT-2's linear layer, whose weight is transposed.
+    if type(module).__name__ == "Conv1D":
+        weight = cast(Tensor, module.weight)
+        return weight.shape[0], weight.shape[1]
+    return None
+
+
+def config_of(path: Path, *, is_stored: bool) -> Any:  # Any: each model has its own class
+    """Load the configuration of a model. `is_stored`: whether packed weights stay as they are stored.
+
+    Raises `Refused` for a file that is no configuration of transformers, or that cannot be used.
+    """
+    from transformers import AutoConfig  # importing transformers takes seconds
+
+    loader: Any = AutoConfig
+    from transformers.utils.logging import set_verbosity_error
+
+    set_verbosity_error()
+    try:
+        fields = read_object(path, _MOST_BYTES)
+    except ValueError as error:
+        raise Refused(f"--model: {error}") from error
+    if "model_type" not in fields:
+        raise Refused(f"--model {path} must be a config.json of transformers, but has no model_type")
+    if fields.get("quantization_config") and not is_stored:
+        raise Refused(
+            f"--model {path} is of quantized weights, which are not trained; use the model before quantization, "
+            f"or train adapters on it with --lora and --pack {STORED}"
+        )
+    _check_layers(path, fields)
+    try:
+        check_config(fields, path)
+    except ValueError as error:
+        raise Refused(f"--model {error}") from error
+    try:
+        with unasked():
+            config = loader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        if is_stored and hasattr(config, "quantization_config"):
+            # Otherwise transformers would create its own modules for packed weights.
+            del config.quantization_config
+        return config
+    except MemoryError:
+        raise
+    except Exception as error:  # transformers checks configs in many ways
+        raise Refused(f"--model {path} cannot be used: {told(error)}") from error
+
+
+def try_if_unusual(path: Path) -> None:
+    """Create a config's model in a limited process first, if it has numbers that might become long lists.
+
+    Raises `Refused` if that exceeds the limits, and for what cannot be created, perhaps for want of memory.
+    """
+    check_stored(f"--model {path}", path)
+    if path.stat().st_size > _MOST_BYTES or not _is_unusual(_read_or_none(path)):
+        return
+
+    def work(budget: Budget) -> Iterator[bytes]:
+        budget.at(f"--model {path}")
+        model_of(path, pack=STORED)
+        yield b""
+
+    list(limited("creating the model", "name another config.json", work))
+
+
+def _read_or_none(path: Path) -> object:
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_unusual(content: object) -> bool:
+    waiting = [content]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += cast("list[object]", value)
+        elif isinstance(value, dict):
+            fields = cast("dict[str, object]", value)
+            waiting += fields.values()
+            numbers = [(name, one) for name, one in fields.items() if isinstance(one, int | float)]
+            if any(abs(one) > _most_of(name) for name, one in numbers):
+                return True
+    return False
+
+
+def _most_of(name: str) -> int:
+    """Return up to which number a field costs no more than a moment: one of a length, or one of a count."""
+    is_length = any(part in name for part in _LENGTHS) and not any(part in name for part in _COUNTS)
+    return _MOST_LENGTH if is_length else _MOST_LAYERS
+
+
+def _check_layers(path: Path, fields: dict[str, object]) -> None:
+    """Refuse too many layers: configs of transformers create lists of this length without a check."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            _check_layers(path, cast(dict[str, object], value))
+        elif "layer" in name and isinstance(value, int) and value > _MOST_LAYERS:
+            raise Refused(f"--model {path}: {name} must be at most {_MOST_LAYERS}, but is {value}")
+
+
+def _made(path: Path, config: Any, dtype: torch.dtype | None) -> nn.Module:  # Any: each has its own class
+    from transformers import AutoModelForCausalLM
+
+    maker: Any = AutoModelForCausalLM
+    dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
+    try:
+        with torch.device("meta"), unasked():
+            return cast(nn.Module, maker.from_config(config, dtype=dtype, trust_remote_code=False))
+    except MemoryError:
+        raise
+    except Exception as error:  # a model's constructor is foreign code
+        raise Refused(f"--model {path}: no language model can be created from it: {told(error)}") from error

@@ -1,0 +1,300 @@
+"""A model to train: the costs of its layers for a plan, and its host memory by the engine's forecast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from rp_engine import HostOptions
+from rp_engine.estimates import (
+    FORWARD_PART,
+    LAUNCH_MS,
+    SECOND_BLOCKS_SHARE,
+    HostBytes,
+    MemoryForecast,
+    Owners,
+    Shards,
+    Undivided,
+    gradient_itemsize,
+    held_at_once,
+    needed_by,
+)
+from rp_engine.wrapping import MasterKind
+from rp_optim import Muon, muon_groups
+from rp_optim.optimizers.muon import iteration_of
+from rp_packing import expansion_bytes, packed_weights
+from rp_sched import LayerCost, Task
+from rp_transfer import Group, HostLimit, group
+from torch import nn
+
+from rp_cli.estimate.hardware import Machine
+from rp_cli.estimate.meta.meta_model import Packing
+from rp_cli.estimate.meta.observe import Observed, observe
+from rp_cli.estimate.optimizers import muon_state_of, state_of
+
+# The part of a card's dense bf16 rate that compiled layers reach as model operations, recomputation not counted:
+# full fine-tuning, and adapters, whose thin products take time and are few operations (docs/planning.md).
+UTILISATION, ADAPTERS_UTILISATION = 0.5, 0.38
+# Compiled layers keep this part of the bytes that autograd keeps in layers that are not compiled.
+COMPILED_SHARE = 0.85
+# Rows of logits that the loss computes at once, and bytes of each logit, which the kernel overwrites.
+LOSS_ROWS, LOGIT_BYTES = 2048, 2
+OPTIM_DTYPE = torch.float32
+# Gradient, master and moments are read; master, moments and weight are written. The upper half of a split master
+# is the weight.
+_STEP_BYTES, _SPLIT_STEP_BYTES, _STEP_STATE_TIMES = 12, 10, 2
+_WEIGHT_BYTES = 2
+# Operations of Muon's matrix products in the time of a byte of host memory: 5e12 a second, for some 16 cores with
+# AMX (two reach 0.5e12 to 0.8e12, benchmarks/results/performance.md), beside 165 GB/s.
+_MUON_FLOPS_PER_BYTE = 30
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Training a model. `sequence`: tokens of each sequence. `utilisation`: the part of the card's dense rate.
+
+    `expanded_bytes`: the largest size of one layer's packed weights when expanded. `expansion_bytes`: the same
+    with the workspace of expanding them. `hidden`: the trained weights that Muon would orthogonalize. `is_sync`:
+    whether steps are synchronous; masters in halves have second blocks of weights only if they are not. `named`:
+    the class that the config names, if that is another than `name`. `optim_dtype`: of masters and moments.
+    """
+
+    name: str
+    observed: Observed
+    groups: tuple[Group, ...]
+    sequence: int
+    optimizer: str
+    utilisation: float
+    is_adapted: bool = False
+    optimizer_state: str = "fp32"
+    expanded_bytes: int = 0
+    expansion_bytes: int = 0
+    hidden: frozenset[torch.Tensor] = frozenset()
+    master: MasterKind = "whole"
+    is_sync: bool = True
+    step_in_backward: bool = False
+    named: str = ""
+    optim_dtype: torch.dtype = OPTIM_DTYPE
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        *,
+        sequence: int,
+        optimizer: str = "adamw",
+        utilisation: float | None = None,
+        is_adapted: bool = False,
+        optimizer_state: str = "fp32",
+        packing: Packing | None = None,
+        master: str = "whole",
+        is_sync: bool = True,
+        step_in_backward: bool = False,
+        optim_dtype: torch.dtype = OPTIM_DTYPE,
+    ) -> Workload:
+        """Create the workload of a model on the meta device, whose frozen weights are packed here."""
+        observed = observe(model, sequence)
+        if packing is not None:
+            packing.pack(model)
+        usual = ADAPTERS_UTILISATION if is_adapted else UTILISATION
+        return cls(
+            type(model).__name__,
+            observed,
+            group(observed.modules),
+            sequence,
+            optimizer,
+            utilisation or usual,
+            is_adapted,
+            optimizer_state,
+            max(map(_expanded_bytes, observed.modules)),
+            max(map(expansion_bytes, observed.modules)),
+            _hidden(model),
+            "split" if master == "split" else "whole",
+            is_sync,
+            step_in_backward,
+            _named_otherwise(model),
+            optim_dtype,
+        )
+
+    @cached_property
+    def parameters(self) -> int:
+        """The number of elements of weights."""
+        own = {id(weight): weight for module in self.observed.modules for weight in module.parameters()}
+        return sum(weight.numel() for weight in own.values())
+
+    @cached_property
+    def trained(self) -> int:
+        """The number of elements of trained weights."""
+        return sum(tensor.numel() for one in self._trainable for tensor in one.tensors)
+
+    @cached_property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer's state."""
+        return self._state_bytes(self.optimizer_state, self.shards(1))
+
+    def _state_bytes(self, kind: str, shards: Owners) -> int:
+        tensors = [tensor for one in self._trainable for tensor in one.tensors]
+        own = list(filter(shards.owns, tensors))
+        shapes = [tensor.shape for tensor in own]
+        if self.optimizer == "muon":
+            hidden = [tensor.shape for tensor in own if tensor in self.hidden]
+            others = [tensor.shape for tensor in own if tensor not in self.hidden]
+            return muon_state_of(hidden, others, self.optim_dtype, kind)
+        return state_of(self.optimizer, shapes, self.optim_dtype, kind)
+
+    def shards(self, machines: int) -> Owners:
+        """Return the owners of parameters, for the machine that owns most."""
+        every = [Shards(rank, machines) if machines > 1 else Undivided() for rank in range(machines)]
+        for each in every:
+            each.assign([one.tensors for one in self._trainable])
+        return max(every, key=lambda each: each.numel)
+
+    def traffic_bytes(self, machines: int, tasks: Sequence[Task]) -> int:
+        """Return the bytes that the busiest machine sends or receives in a step, whichever are more.
+
+        Gradients go to the owners, in fp32 if several tasks of a machine add to them, and weights come back.
+        """
+        shards = self.shards(machines)
+        spans = [task.layers for task in tasks if task.adds_gradients]
+        return shards.traffic_bytes(
+            (one.tensors, gradient_itemsize(one, spans), one.layout.dtype.itemsize) for one in self._trainable
+        )
+
+    def step_bytes(self, machines: int = 1) -> float:
+        """Return the host memory traffic of a step, or of as long a time, for every two bytes of trained weights.
+
+        With several machines, each steps the parameters that it owns.
+        """
+        owned = self.shards(machines).numel if self.trained else 1
+        return self._whole_step_bytes * owned / max(self.trained, 1)
+
+    @property
+    def _whole_step_bytes(self) -> float:
+        nbytes = sum(one.layout.nbytes for one in self._trainable)
+        # In 8 bits a step moves less, but on some tens of cores packing takes as much time as that saves.
+        state = (
+            self._state_bytes("fp32", self.shards(1)) if self.optimizer_state == "8bit" else self.optimizer_bytes
+        )
+        own = _SPLIT_STEP_BYTES if self.master == "split" else _STEP_BYTES
+        moved = own * self.trained + _STEP_STATE_TIMES * state + self._muon_flops / _MUON_FLOPS_PER_BYTE
+        return moved * _WEIGHT_BYTES / nbytes if nbytes else 0.0
+
+    @cached_property
+    def _muon_flops(self) -> int:
+        """The number of operations of a step's matrix products."""
+        if self.optimizer != "muon":
+            return 0
+        group = Muon([nn.Parameter(torch.zeros(1, 1))]).param_groups[0]
+        return sum(iteration_of(group).flops(one.shape) for one in self.hidden)
+
+    @property
+    def _trainable(self) -> list[Group]:
+        return [one for one in self.groups if one.kind == "trainable"]
+
+    def costs(self, sequences: int, card_tflops: float) -> list[LayerCost]:
+        """Return the cost of each part of the row, for microbatches of `sequences`."""
+        flops_ms = 1 / (card_tflops * self.utilisation * 1e9)
+        costs: list[LayerCost] = []
+        for at, facts in enumerate(self.observed.facts):
+            # The part before the layers is an embedding, whose launch takes little time.
+            launch_ms = LAUNCH_MS if at else 0.0
+            costs.append(
+                LayerCost(
+                    sequences * facts.forward_flops * flops_ms,
+                    sequences * facts.backward_flops * flops_ms,
+                    weight_bytes=self._block_bytes(at, {"trainable", "frozen", "buffer"}),
+                    trainable_bytes=self._block_bytes(at, {"trainable"}),
+                    boundary_bytes=sequences * facts.boundary_bytes,
+                    kept_bytes=int(sequences * facts.kept_bytes * COMPILED_SHARE),
+                    forward_launch_ms=FORWARD_PART * launch_ms,
+                    backward_launch_ms=(1 - FORWARD_PART) * launch_ms,
+                )
+            )
+        return costs
+
+    def _block_bytes(self, at: int, kinds: set[str]) -> int:
+        # A block that several layers share is uploaded once for a stage, so only its last layer counts it.
+        own = [one for one in self.groups if max(one.users) == at and one.kind in kinds]
+        return sum(one.layout.nbytes for one in own)
+
+    def working_bytes(self, sequences: int) -> int:
+        """Return the most bytes of a layer on a device beyond weights, gradients and kept activations."""
+        layers = max(facts.working_bytes for facts in self.observed.facts)
+        own = int(sequences * layers * COMPILED_SHARE) + self.expansion_bytes
+        return max(own, self._loss_bytes(sequences))
+
+    def _loss_bytes(self, sequences: int) -> int:
+        """Return the bytes of logits of some rows, and of the head's gradient from these rows."""
+        rows = min(LOSS_ROWS, sequences * self.sequence)
+        return self.observed.vocabulary * (rows + self.observed.hidden) * LOGIT_BYTES
+
+    def forecast(
+        self, tasks: Sequence[Task], microbatches: int, sequences: int, machine: Machine, machines: int = 1
+    ) -> MemoryForecast:
+        """Return the host memory for training under a plan's tasks, as `RoundPipe.memory_forecast` does.
+
+        With several machines: that of the machine that owns most, with its own microbatches.
+        """
+        additions = 1 if self.step_in_backward else max(_additions(tasks, len(self.observed.facts)), default=1)
+        inputs = [0, *(sequences * facts.boundary_bytes for facts in self.observed.facts)]
+        activations = microbatches * held_at_once(tasks, inputs)
+        limit = machine.ram or HostLimit("the machine", 2**63, 2**63)
+        is_double = self.is_double(machine.ram, machines)
+        shards = self.shards(machines)
+        return self._forecast(
+            limit, activations, second_blocks=is_double, additions=max(additions, 1), shards=shards
+        )
+
+    def is_double(self, ram: HostLimit | None, machines: int = 1) -> bool:
+        """Return whether weights get second blocks by default, by the engine's rule."""
+        if self.master == "split":
+            return not self.is_sync
+        if ram is None:
+            return False
+        nbytes = sum(one.layout.nbytes for one in self._trainable)
+        is_little = nbytes <= ram.total_bytes * SECOND_BLOCKS_SHARE
+        shards = self.shards(machines)
+        return is_little and self._forecast(ram, 0, second_blocks=True, additions=1, shards=shards).fits
+
+    def _forecast(
+        self, limit: HostLimit, activations: int, *, second_blocks: bool, additions: int, shards: Owners
+    ) -> MemoryForecast:
+        blocks = needed_by(
+            self.groups,
+            HostOptions("alloc", self.optim_dtype, None, self.master, self.step_in_backward),
+            second_blocks=second_blocks,
+            additions=additions,
+            shards=shards,
+        )
+        state = self._state_bytes(self.optimizer_state, shards)
+        more = HostBytes(optimizer_state=state, activations=activations)
+        return MemoryForecast(self.name, "to train", blocks + more, HostBytes(), limit)
+
+
+def _named_otherwise(model: nn.Module) -> str:
+    """The class that the model's config names, if it is another, such as a classifier."""
+    names: Any = getattr(cast(Any, model).config, "architectures", None) or ()
+    return "" if type(model).__name__ in names else ", ".join(names)
+
+
+def _expanded_bytes(module: nn.Module) -> int:
+    return sum(weight.expanded_nbytes for weight in packed_weights(module))
+
+
+def _hidden(model: nn.Module) -> frozenset[torch.Tensor]:
+    groups = muon_groups(model, lr=0.0)
+    return frozenset(one for group in groups if group["use_muon"] for one in group["params"])
+
+
+def _additions(tasks: Sequence[Task], layers: int) -> list[int]:
+    """Count the tasks of a call that add to each layer's gradients."""
+    return [sum(task.adds_gradients and layer in task.layers for task in tasks) for layer in range(layers)]
+
+
+def size_of(batch: int, microbatches: int) -> int:
+    """Return the number of sequences of the largest microbatch."""
+    return math.ceil(batch / microbatches)

@@ -1,0 +1,87 @@
+"""Read and tokenize all data in a process with limits, which stop tokenizers and templates that do not end."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rp_cli.finetune.data.documents import read_samples
+from rp_cli.finetune.data.tokens import Counts, Document, Documents, Reader
+from rp_cli.strangers.limited import Budget, limited
+
+# An option with paths, such as --data.
+Given = tuple[str, Sequence[Path]]
+_LENGTH = "q"
+_HINT = "name another --tokenizer, or leave this out of the data"
+
+
+def read_all(
+    load: Callable[[], Any], given: Sequence[Given], *, sequence: int, completions_only: bool
+) -> tuple[Any, list[Documents]]:
+    """Return the tokenizer, and the documents of each of the given options.
+
+    `load`: returns the tokenizer; called in the limited process first, then, if that could load it, in this one.
+    The tokenizer works in the limited process only.
+
+    Raises `Refused` for data that cannot be used, and for a tokenizer or a template that exceeds the limits.
+    """
+
+    def work(budget: Budget) -> Iterator[bytes]:
+        # Tokenizers have up to tens of megabytes, in files of several forms.
+        budget.allow("--tokenizer", 2**22)
+        tokenizer = load()
+        yield b""
+        for option, paths in given:
+            reader = Reader(tokenizer, sequence=sequence, completions_only=completions_only, budget=budget)
+            yield from _sent(reader, option, paths, budget)
+
+    messages = limited("the tokenizer, or its chat template,", _HINT, work)
+    next(messages)
+    tokenizer = load()
+    read = [_received(messages) for _ in given]
+    for _ in messages:
+        raise AssertionError("messages are left")
+    return tokenizer, read
+
+
+def _sent(reader: Reader, option: str, paths: Sequence[Path], budget: Budget) -> Iterator[bytes]:
+    counts = Counts()
+    for documents in reader.pieces(read_samples(option, paths, budget), counts):
+        if documents:
+            yield _encoded(documents)
+    yield b""
+    yield json.dumps({**asdict(counts), "has_end": reader.has_end}).encode()
+
+
+def _received(messages: Iterator[bytes]) -> Documents:
+    documents: list[Document] = []
+    while message := next(messages):
+        documents += _decoded(message)
+    counts: dict[str, Any] = json.loads(next(messages))
+    has_end = counts.pop("has_end")
+    return Documents.of(documents, Counts(**counts), has_end=has_end)
+
+
+def _encoded(documents: Sequence[Document]) -> bytes:
+    lengths = array(_LENGTH, map(len, documents))
+    parts = [len(lengths).to_bytes(8, "little"), lengths.tobytes()]
+    for document in documents:
+        parts += [document.tokens.tobytes(), document.learned]
+    return b"".join(parts)
+
+
+def _decoded(content: bytes) -> Iterator[Document]:
+    count = int.from_bytes(content[:8], "little")
+    lengths = array(_LENGTH)
+    at = 8 + count * lengths.itemsize
+    lengths.frombytes(content[8:at])
+    for length in lengths:
+        tokens = array("i")
+        end = at + length * tokens.itemsize
+        tokens.frombytes(content[at:end])
+        at = end + length
+        yield Document(tokens, content[end:at])

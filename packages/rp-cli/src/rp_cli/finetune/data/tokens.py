@@ -1,0 +1,274 @@
+"""Convert samples to documents of tokens: which are learned, which are cut, and which are held out."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from rp_trainer.errors import Refused
+from rp_trainer.finetuning.batches import IGNORED
+from torch import Tensor
+
+from rp_cli.finetune.data.chat import PANIC, ChatTemplate
+from rp_cli.finetune.data.documents import Chat, Completion, Sample, Text, bytes_of
+from rp_cli.strangers.limited import Unlimited
+
+_AT_ONCE = 256
+# A letter has up to four bytes, and normalizing makes up to 18 letters of one.
+_TOKENS_PER_LETTER = 72
+_MOST_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Tokens that attend to each other. `learned`: 1 for each token that is a label, otherwise 0."""
+
+    tokens: array[int]
+    learned: bytes
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def digest(self) -> bytes:
+        """The SHA-256 of the document."""
+        return hashlib.sha256(self.tokens.tobytes() + self.learned).digest()
+
+    @property
+    def labels(self) -> int:
+        """The number of tokens that are learned; the first is not, since no token precedes it."""
+        return sum(self.learned[1:])
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Tokens and labels, each (tokens,) int64; labels are -100 where nothing is learned."""
+        # A copy of each, since torch warns about read-only memory.
+        tokens = torch.frombuffer(bytearray(self.tokens.tobytes()), dtype=torch.int32).to(torch.int64)
+        learned = torch.frombuffer(bytearray(self.learned), dtype=torch.uint8).to(torch.bool)
+        learned[:1] = False
+        return tokens, tokens.where(learned, torch.tensor(IGNORED))
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts of samples. `longer`: longer than a sequence. `lost`: those of them with nothing left to learn."""
+
+    samples: int = 0
+    longer: int = 0
+    lost: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """All documents of some files. `has_end`: whether the tokenizer has an end token."""
+
+    all: Sequence[Document]
+    counts: Counts
+    has_end: bool = True
+    largest: int = field(default=0)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each document."""
+        return [len(document) for document in self.all]
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all documents."""
+        return sum(self.lengths)
+
+    @property
+    def labels(self) -> int:
+        """The number of tokens that are learned."""
+        return sum(document.labels for document in self.all)
+
+    @classmethod
+    def of(cls, documents: Sequence[Document], counts: Counts, *, has_end: bool) -> Documents:
+        """Return documents with their largest token."""
+        return cls(documents, counts, has_end, max((max(one.tokens) for one in documents), default=0))
+
+    def digest(self) -> str:
+        """Return a checksum of all documents, in their order."""
+        whole = hashlib.sha256()
+        for document in self.all:
+            whole.update(document.digest)
+        return whole.hexdigest()
+
+
+class Reader:
+    """Converts samples to documents. `sequence`: the most tokens of a document.
+
+    `completions_only`: learn only completions and the assistant's messages, instead of everything. `budget`: told
+    of what is tokenized next.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, sequence: int, completions_only: bool, budget: Unlimited | None = None
+    ) -> None:
+        self._budget = budget or Unlimited()
+        self._tokenizer = tokenizer
+        self._sequence = sequence
+        self._completions_only = completions_only
+        self._end: int | None = tokenizer.eos_token_id
+        self._begin: int | None = tokenizer.bos_token_id
+        self._template: ChatTemplate | None = None
+
+    def read(self, samples: Iterable[Sample]) -> Documents:
+        """Convert samples. Raises `Refused`, with the sample's place, for one that has nothing to learn."""
+        counts = Counts()
+        documents = [document for group in self.pieces(samples, counts) for document in group]
+        return Documents.of(documents, counts, has_end=self.has_end)
+
+    @property
+    def has_end(self) -> bool:
+        """Whether the tokenizer has an end token."""
+        return self._end is not None
+
+    def pieces(self, samples: Iterable[Sample], counts: Counts) -> Iterator[list[Document]]:
+        """Yield the documents of some samples at a time, and count the samples. Raises `Refused` as `read`."""
+        waiting = iter(samples)
+        while group := list(islice(waiting, _AT_ONCE)):
+            self._budget.allow(_places(group), sum(map(self._work_bytes, group)), len(group))
+            wholes = self._whole(group)
+            yield [document for sample, whole in wholes for document in self._cut(sample, whole, counts)]
+
+    def _whole(self, group: Sequence[Sample]) -> Iterator[tuple[Sample, Document]]:
+        """Yield each sample's tokens, uncut. Plain texts are tokenized together, which is faster."""
+        texts = [sample for sample in group if isinstance(sample, Text)]
+        tokenized = iter(self._tokenized(_places(texts), [one.text for one in texts]) if texts else [])
+        for sample in group:
+            if not isinstance(sample, Text):
+                self._budget.at(sample.place)
+            yield sample, self._document(sample, tokenized)
+
+    def _work_bytes(self, sample: Sample) -> int:
+        """Return about how many bytes are tokenized: a conversation once, or before and after each turn."""
+        times = 1 + 2 * len(sample.messages) if isinstance(sample, Chat) and self._completions_only else 1
+        return times * bytes_of(sample)
+
+    def _document(self, sample: Sample, tokenized: Iterator[list[int]]) -> Document:
+        if isinstance(sample, Chat):
+            return self._of_chat(sample)
+        if isinstance(sample, Completion):
+            return self._of_completion(sample)
+        if self._completions_only:
+            raise Refused(
+                f"{sample.place} is text without a completion, so --completions-only learns nothing from it"
+            )
+        tokens = self._ended(next(tokenized))
+        return _document(tokens, [True] * len(tokens))
+
+    def _of_chat(self, chat: Chat) -> Document:
+        self._template = template = self._template or ChatTemplate(self._tokenizer)
+        if not self._completions_only:
+            tokens = template.tokens(chat)
+            return _document(tokens, [True] * len(tokens))
+        return _document(*template.tokens_and_assistant(chat))
+
+    def _of_completion(self, sample: Completion) -> Document:
+        """Return a document whose completion begins with the first token that differs from the prompt's."""
+        prompt, whole = self._tokenized(sample.place, [sample.prompt, sample.prompt + sample.completion])
+        start = next(
+            (at for at, (one, other) in enumerate(zip(prompt, whole, strict=False)) if one != other), None
+        )
+        start = min(len(prompt), len(whole)) if start is None else start
+        tokens = self._ended(whole)
+        if not sample.completion:
+            start = len(tokens)
+        return _document(tokens, [not self._completions_only or at >= start for at in range(len(tokens))])
+
+    def _tokenized(self, place: str, texts: list[str]) -> list[list[int]]:
+        """Tokenize texts, without a second begin token if the text itself begins with one."""
+        self._budget.at(place)
+        try:
+            ids: list[list[int]] = self._tokenizer(texts, verbose=False)["input_ids"]
+        except MemoryError:
+            raise
+        except BaseException as error:
+            if isinstance(error, Exception) or type(error).__name__ == PANIC:
+                raise Refused(f"{place}: the tokenizer refuses this text: {error}") from error
+            raise
+        for text, tokens in zip(texts, ids, strict=True):
+            _check_length(place, text, tokens)
+        return [self._begun_once(text, tokens) for text, tokens in zip(texts, ids, strict=True)]
+
+    def _begun_once(self, text: str, tokens: list[int]) -> list[int]:
+        if self._begin is None or tokens[:2] != [self._begin] * 2:
+            return tokens
+        mark: str = self._tokenizer.bos_token
+        # If the text itself has two, the tokenizer has not added one.
+        was_added = text.startswith(mark) and not text.startswith(mark * 2)
+        return tokens[1:] if was_added else tokens
+
+    def _ended(self, tokens: list[int]) -> list[int]:
+        return tokens if self._end is None or tokens[-1:] == [self._end] else [*tokens, self._end]
+
+    def _cut(self, sample: Sample, whole: Document, counts: Counts) -> Iterator[Document]:
+        """Yield all pieces of a text, or the beginning of another sample, of at most a sequence each."""
+        if not whole.labels or not _says_something(sample):
+            raise Refused(f"{sample.place} has nothing to learn: {_why(sample, self._completions_only)}")
+        counts.samples += 1
+        size = self._sequence
+        counts.longer += len(whole) > size
+        starts = range(0, len(whole), size) if isinstance(sample, Text) else [0]
+        pieces = [Document(whole.tokens[at : at + size], whole.learned[at : at + size]) for at in starts]
+        kept = [piece for piece in pieces if piece.labels]
+        counts.lost += not kept
+        yield from kept
+
+
+def _check_length(place: str, text: str, tokens: list[int]) -> None:
+    """Refuse tokenizers that make many tokens of a letter, by replacing it: these would fill the memory."""
+    most = _MOST_TOKENS + _TOKENS_PER_LETTER * len(text)
+    if len(tokens) > most:
+        raise Refused(
+            f"{place}: the tokenizer must make at most {most} tokens of {len(text)} letters, but makes "
+            f"{len(tokens)}; give another --tokenizer"
+        )
+
+
+def _places(samples: Sequence[Sample]) -> str:
+    first, last = samples[0].place, samples[-1].place
+    return first if first == last else f"{first} to {last}"
+
+
+def _says_something(sample: Sample) -> bool:
+    if isinstance(sample, Text):
+        return bool(sample.text)
+    return isinstance(sample, Chat) or bool(sample.completion)
+
+
+def _why(sample: Sample, completions_only: bool) -> str:
+    if isinstance(sample, Chat):
+        return "the assistant says nothing" if completions_only else "its messages are a single token"
+    if isinstance(sample, Completion):
+        return "its completion is empty"
+    return "it is empty" if not sample.text else "it is a single token"
+
+
+def _document(tokens: Sequence[int], learned: Sequence[bool]) -> Document:
+    return Document(array("i", tokens), bytes(learned))
+
+
+def held_out(documents: Documents, part: float) -> tuple[Documents, Documents]:
+    """Divide documents into those to train on and about this part of them, at least one, to evaluate on.
+
+    Digests decide: equal documents stay together, and neither files' names nor their order matters.
+
+    Raises `Refused` if nothing would be left to train on.
+    """
+    digests = {document.digest for document in documents.all}
+    wanted = max(1, round(part * len(digests)))
+    if len(digests) <= wanted:
+        raise Refused(
+            f"--held-out {part:g} of {len(digests)} different samples leaves none to train on; provide more "
+            "--data, or --eval-data"
+        )
+    chosen = set(sorted(digests)[:wanted])
+    one, other = ([d for d in documents.all if (d.digest in chosen) is given] for given in (False, True))
+    has_end, largest = documents.has_end, documents.largest
+    return Documents(one, documents.counts, has_end, largest), Documents(other, Counts(), has_end, largest)

@@ -1,0 +1,88 @@
+"""Predict a fine-tuning's time and memory on this machine before it begins; refuse it if it does not fit."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from roundpipe import Runtime
+from rp_trainer.errors import Refused
+
+from rp_cli.estimate.answer import as_summary
+from rp_cli.estimate.foretell import Case, Foretold, foretell
+from rp_cli.estimate.hardware import measured
+from rp_cli.estimate.meta.meta_model import check_positions, model_of, packing_of
+from rp_cli.estimate.network import ONE_MACHINE, Network
+from rp_cli.estimate.workload import Workload
+from rp_cli.finetune.model import config_file
+from rp_cli.finetune.options import FineTuning
+
+_GB = 1e9
+
+
+def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foretold:
+    """Plan the training on this machine, with the fastest number of microbatches unless one is given.
+
+    Raises `Refused` for a model that cannot be created, and tokens and positions that it does not have.
+    """
+    if options.step_in_backward and not runtime.peers.is_alone:
+        raise Refused(f"--step-in-backward is for one machine, but there are {runtime.peers.size}; omit it")
+    model = model_of(
+        config_file(options),
+        options.lora,
+        targets=options.lora_targets,
+        dtype=getattr(torch, str(options.dtype)),
+        pack=options.pack,
+    )
+    _check_vocabulary(model, largest_token)
+    check_positions(model, options.sequence)
+    workload = Workload.of(
+        model,
+        sequence=options.sequence,
+        optimizer=options.optimizer,
+        optimizer_state=options.optimizer_state,
+        master=options.master,
+        step_in_backward=options.step_in_backward,
+        is_sync=options.sync,
+        is_adapted=options.lora is not None,
+        packing=packing_of(config_file(options), options.pack),
+        optim_dtype=getattr(torch, options.optim_dtype),
+    )
+    return foretell(Case(workload, measured(runtime), options.batch, options.num_microbatch, _network(runtime)))
+
+
+def _network(runtime: Runtime) -> Network:
+    """Return the network as measured when the machines connected, the same on all."""
+    peers = runtime.peers
+    return ONE_MACHINE if peers.is_alone else Network(peers.size, peers.link_gb_s)
+
+
+def _check_vocabulary(model: torch.nn.Module, largest_token: int) -> None:
+    size = vocabulary_of(model)
+    if largest_token >= size:
+        raise Refused(
+            f"the tokenizer makes tokens up to {largest_token}, but the model has {size}; give the model's own "
+            "tokenizer with --tokenizer"
+        )
+
+
+def vocabulary_of(model: torch.nn.Module) -> int:
+    """Return the number of tokens in a transformers model's vocabulary."""
+    embeddings: Any = cast(Any, model).get_input_embeddings()
+    return len(embeddings.weight)
+
+
+def summary(answer: Foretold) -> str:
+    """Return the plan in about ten lines. Raises `Refused` if the devices or the host are too small for it."""
+    text = as_summary(answer)
+    if answer.device_short_bytes:
+        short, what = answer.device_short_bytes, "a device's"
+        hint = "lower --sequence, or raise --num-microbatch up to --batch"
+    elif not answer.forecast.fits:
+        short, what = answer.forecast.short_bytes, "host"
+        hint = "use --lora, --master split, --optimizer-state 8bit, or --optimizer lion or adafactor"
+    else:
+        return text
+    raise Refused(
+        f"this does not fit: {what} memory is short by {short / _GB:.3g} GB; {hint}; `roundpipe plan` tells more"
+    )

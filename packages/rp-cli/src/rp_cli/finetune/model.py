@@ -1,0 +1,282 @@
+"""Load the model and the tokenizer of a fine-tuning, from a folder or a configuration."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained, pack_frozen, wrap_model_to_roundpipe
+from roundpipe.loading import STORED
+from rp_presets import (
+    DamagedFile,
+    UnsupportedModel,
+    check_checkpoint,
+    check_folder,
+    check_tokenizer,
+    unasked,
+)
+from rp_trainer.errors import Refused
+from torch import nn
+
+from rp_cli.estimate.meta.meta_model import config_of, try_if_unusual
+from rp_cli.finetune.data.chat import PANIC
+from rp_cli.finetune.options import ALL_LINEAR, FineTuning
+from rp_cli.strangers.code import told
+
+# Weight files that are not read; a folder with one of these does not count as one without weights.
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.ckpt", "*.index.json")
+# Of a list of weights, so many are named.
+_NAMES_SHOWN = 3
+
+
+def check_folders(options: FineTuning) -> None:
+    """Raise `Refused` for a folder of the model or the tokenizer that cannot be read without danger."""
+    folders = [options.model if options.model.is_dir() else options.model.parent, options.tokenizer]
+    for folder in folders:
+        if folder is not None and folder.is_dir():
+            try:
+                check_folder(folder)
+            except ValueError as error:
+                raise Refused(f"--{'tokenizer' if folder == options.tokenizer else 'model'}: {error}") from error
+    try_if_unusual(config_file(options))
+
+
+def config_file(options: FineTuning) -> Path:
+    """Return the path of the model's ``config.json``. Raises `Refused` if it is missing, or for an adapter."""
+    path = options.model
+    if (path / "adapter_config.json").is_file():
+        raise Refused(f"--model {path} holds an adapter; name the model that it was trained for")
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise Refused(
+            f"--model must be a folder with a model, or a config.json, but there is no {file}; `hf download NAME "
+            "--local-dir FOLDER` downloads a model from the hub"
+        )
+    return file
+
+
+def check_model(options: FineTuning) -> None:
+    """Raise `Refused` unless the configuration can be used and all weight files are whole; no weight is read."""
+    file = config_file(options)
+    try:
+        if options.model.is_dir():
+            has_weights(options)
+            check_checkpoint(options.model)
+    except ValueError as error:
+        raise Refused(f"--model: {error}") from error
+    config_of(file, is_stored=options.pack == STORED)
+
+
+def has_weights(options: FineTuning) -> bool:
+    """Return whether the model has weights; otherwise they are random.
+
+    Raises `Refused` for a folder whose weights are in other files than safetensors.
+    """
+    if not options.model.is_dir():
+        return False
+    if any(options.model.glob("*.safetensors")):
+        return True
+    others = sorted(file.name for pattern in _OTHER_WEIGHTS for file in options.model.glob(pattern))
+    if others:
+        raise Refused(
+            f"--model {options.model} has no safetensors files, but {others[0]}, which is not read; load the "
+            "model with transformers and save it again with save_pretrained"
+        )
+    return False
+
+
+def loader_of(options: FineTuning) -> Callable[[], Any]:  # Any: each model has its own class
+    """Return a function that loads the tokenizer. Raises `Refused` if there is none, as does the function."""
+    # Imported here, for two processes: the function is first called in a forked one.
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+    folder = options.tokenizer or config_file(options).parent
+    loader: Any = AutoTokenizer
+    if not folder.is_dir() or not any(folder.glob("*token*")):
+        raise Refused(f"there is no tokenizer in {folder}; name a folder that has one with --tokenizer")
+
+    def load() -> Any:
+        try:
+            check_tokenizer(folder)
+            with unasked():
+                tokenizer = loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        except DamagedFile as error:
+            raise Refused(f"the tokenizer cannot be used: {error}") from error
+        except MemoryError:
+            raise
+        except BaseException as error:  # tokenizers check their files in many ways, also by panics of Rust
+            if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+                raise
+            raise Refused(f"the tokenizer in {folder} cannot be used: {told(error)}") from error
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise Refused(f"the tokenizer in {folder} cannot be used: it is a {type(tokenizer).__name__}")
+        return tokenizer
+
+    return load
+
+
+def pad_of(tokenizer: Any) -> int:
+    """Return the token that pads sequences; no label and no other document attends to it."""
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((int(token) for token in candidates if token is not None), 0)
+
+
+def wrapped(options: FineTuning, runtime: Runtime, num_microbatch: int) -> RoundPipe:
+    """Load and wrap the model, with adapters if requested, ready to train.
+
+    Raises `Refused` for a model that is not a row of layers and for adapters that match nothing in it;
+    `HostMemoryShort`.
+    """
+    wrapping: dict[str, Any] = {
+        "name": options.model.name,
+        "use_sequential_preset": True,
+        "optim_dtype": getattr(torch, options.optim_dtype),
+        "master": options.master,
+        "step_in_backward": options.step_in_backward,
+        "runtime": runtime,
+        "compile_layers": options.compile,
+        "model_run_config": RoundPipeRunConfig(num_microbatch=num_microbatch),
+    }
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+        # PEFT and transformers warn each other about calls that later versions change.
+        warnings.simplefilter("ignore", FutureWarning)
+        # For random weights, and adapters, whose first matrix is random.
+        torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
+        model = _wrapped(options, wrapping)
+    # Writing a checkpoint would show bars beside the training's own.
+    without_bars()
+    return cast(RoundPipe, model.train())
+
+
+def without_bars() -> None:
+    """Switch off the progress bars of transformers."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+
+def _wrapped(options: FineTuning, wrapping: dict[str, Any]) -> Any:
+    dtype = getattr(torch, str(options.dtype))
+    adapt = _adapter(options)
+    try:
+        with unasked():
+            return _made(options, adapt, dtype, wrapping)
+    except UnsupportedModel as error:
+        raise Refused(f"--model {options.model} cannot be trained by this command: {error}") from error
+    except DamagedFile as error:
+        raise Refused(f"--model: {error}") from error
+    except (ValueError, OSError) as error:
+        raise Refused(f"--model {options.model} cannot be loaded: {told(error)}") from error
+
+
+def _made(
+    options: FineTuning, adapt: Callable[[Any], nn.Module], dtype: torch.dtype, wrapping: dict[str, Any]
+) -> Any:
+    if has_weights(options):
+        own: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False, "pack": options.pack}
+        return from_pretrained(options.model, _model_class(options), adapt=adapt, **own, **wrapping)
+    return wrap_model_to_roundpipe(adapt(_packed(options, _random(options, dtype))), **wrapping)
+
+
+def _model_class(options: FineTuning) -> type[Any] | None:
+    """What loads the model. Packed weights that stay as stored are put together elsewhere."""
+    return None if options.pack == STORED else _Whole
+
+
+class _Whole:
+    """`AutoModelForCausalLM` for checkpoints that have all its weights: transformers draws others at random."""
+
+    @staticmethod
+    def from_config(config: Any, **given: Any) -> nn.Module:
+        """The model of a configuration, with random weights."""
+        from transformers import AutoModelForCausalLM
+
+        maker: Any = AutoModelForCausalLM
+        rest = {name: value for name, value in given.items() if name != "trust_remote_code"}
+        return maker.from_config(config, trust_remote_code=False, **rest)
+
+    @staticmethod
+    def from_pretrained(directory: str, **given: Any) -> nn.Module:
+        """The model. Raises `Refused` if weights are missing; tells of those that it has no use for."""
+        from transformers import AutoModelForCausalLM
+
+        loader: Any = AutoModelForCausalLM
+        rest = {name: value for name, value in given.items() if name != "trust_remote_code"}
+        model, keys = loader.from_pretrained(directory, output_loading_info=True, trust_remote_code=False, **rest)
+        missing, unused = (sorted(map(str, keys[name])) for name in ("missing_keys", "unexpected_keys"))
+        if missing:
+            raise Refused(
+                f"--model {directory} must have all weights of a {type(model).__name__}, but lacks "
+                f"{_listed(missing)}; name the checkpoint of a whole language model"
+            )
+        if unused:
+            print(f"not used: {_listed(unused)} of {directory}, which a {type(model).__name__} does not have")
+        return model
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
+
+
+def _packed(options: FineTuning, model: nn.Module) -> nn.Module:
+    """Pack a model of random weights, if requested."""
+    if options.pack == STORED:
+        raise Refused(f"--pack {STORED}: --model {options.model} has no weights; name a format, such as nf4")
+    if options.pack is not None:
+        pack_frozen(model.requires_grad_(False), options.pack)
+    return model
+
+
+def _random(options: FineTuning, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    loader, maker = cast("tuple[Any, Any]", (AutoConfig, AutoModelForCausalLM))
+    config = loader.from_pretrained(str(config_file(options)), local_files_only=True, trust_remote_code=False)
+    # Drawn in one dtype, so that a seed gives the same weights in each.
+    drawn = maker.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    if dtype == torch.float32:
+        return drawn
+    model = maker.from_config(config, dtype=dtype, trust_remote_code=False)
+    model.load_state_dict(drawn.state_dict())
+    return model
+
+
+def _adapter(options: FineTuning) -> Callable[[Any], nn.Module]:
+    """Return a function that adds the requested adapters to a model."""
+    if options.lora is None:
+        return _as_it_is
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise Refused("--lora needs PEFT: pip install peft") from None
+    config_class, add = cast("tuple[Any, Any]", (LoraConfig, get_peft_model))
+    targets: Any = ALL_LINEAR if options.lora_targets is None else list(options.lora_targets)
+    config = config_class(r=options.lora, lora_alpha=options.alpha, target_modules=targets, task_type="CAUSAL_LM")
+
+    def adapted(model: nn.Module) -> nn.Module:
+        try:
+            return add(model, config)
+        except ValueError as error:
+            raise Refused(f"--lora-targets: {error}") from error
+
+    return adapted
+
+
+def _as_it_is(model: nn.Module) -> nn.Module:
+    return model
+
+
+def check_lora(options: FineTuning) -> None:
+    """Raise `Refused` if adapters are requested, but PEFT is missing."""
+    _adapter(options)
+
+
+def save_model(model: RoundPipe, tokenizer: Any, folder: Path) -> None:
+    """Write the model, or its adapters, and the tokenizer as `save_pretrained` does."""
+    save: Any = model.named_model.save_pretrained
+    save(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,281 @@
+"""The command `roundpipe train`: check everything, print the plan, and fine-tune."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+from roundpipe import Runtime
+from rp_trainer.errors import Refused
+from rp_trainer.finetuning import Evaluation, InFolder, Outcome, Report, taken
+from rp_trainer.finetuning import fine_tune as train
+from rp_trainer.finetuning.files import MODEL, TENSORBOARD, check_profile, has_run
+from rp_trainer.finetuning.folder import Folder
+from rp_trainer.finetuning.kept import checkpoint_microbatches
+from rp_trainer.finetuning.settings import Names, Settings
+from rp_trainer.processes import ALONE, Processes
+
+from rp_cli.devices import fitted, opened
+from rp_cli.finetune.causality import check_causality
+from rp_cli.finetune.data.batches import Sequences, Steps
+from rp_cli.finetune.data.library import library_source
+from rp_cli.finetune.data.reading import read_all
+from rp_cli.finetune.data.tokens import Documents, held_out
+from rp_cli.finetune.forecast import foretold, summary, vocabulary_of
+from rp_cli.finetune.model import (
+    check_folders,
+    check_lora,
+    check_model,
+    has_weights,
+    loader_of,
+    pad_of,
+    save_model,
+    without_bars,
+    wrapped,
+)
+from rp_cli.finetune.options import FineTuning
+from rp_cli.finetune.places import check_places
+from rp_cli.finetune.resumed import OF_A_MACHINE, check_same, flag
+from rp_cli.telling.console import Progress
+from rp_cli.telling.tensorboard import TensorBoard, tensorboard_writer
+
+NAMES = Names(
+    model="--model",
+    folder="--output",
+    overwrite="--overwrite",
+    resume="--resume",
+    same_call="the same command with",
+    lr="--lr",
+    batch="--batch",
+    num_microbatch="--num-microbatch",
+    accumulation="--accumulation",
+    profile="--profile",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The data to train on and to evaluate on. `digest`: of all data. `steps`: of the whole training."""
+
+    training: Documents
+    batches: Steps
+    evaluation: Evaluation | None
+    sequences: Sequences
+    digest: str
+    steps: int
+
+
+def fine_tune(given: FineTuning, processes: Processes | None = None) -> None:
+    """Fine-tune a model as the options say, with the other `processes` or only in this one.
+
+    Raises `Refused`, before anything is trained or overwritten, for options, data, a model or a checkpoint that
+    cannot be used, and `HostMemoryShort` if it does not fit; later what `rp_trainer.finetuning.fine_tune` raises.
+    """
+    processes = processes or ALONE
+    with ExitStack() as stack:
+        processes.all(lambda: _check(given, processes))
+        folder = stack.enter_context(_taken(given, processes))
+        _fine_tune(given, processes, folder)
+
+
+def _check(given: FineTuning, processes: Processes) -> None:
+    check_places(given)
+    processes.check_divides("--batch", given.batch)
+    processes.check_divides("--num-microbatch", given.num_microbatch)
+    if processes.is_first and given.profile is not None:
+        check_profile(given.profile, NAMES, replaceable=given.overwrite or given.resume)
+
+
+def _taken(given: FineTuning, processes: Processes) -> Any:
+    """Keep other processes out of the output folder, if there is one."""
+    if given.output is None:
+        return nullcontext()
+    return taken(given.output, overwrite=given.overwrite, resume=given.resume, names=NAMES, processes=processes)
+
+
+def _fine_tune(given: FineTuning, processes: Processes, folder: Folder | None) -> None:
+    options, tokenizer, data = processes.all(lambda: _inputs(given))
+    processes.same(_facts(options, data))
+    if processes.lead(lambda: _is_finished(options, data)):
+        print(f"the run in {options.output} is finished; nothing is left to do", flush=True)
+        return
+    if not processes.is_first:
+        options = replace(options, profile=None, report=())
+        without_bars()
+    with opened(str(options.devices), processes) as runtime:
+        outcome = _train(options, tokenizer, data, runtime, processes, folder)
+    _tell(outcome)
+
+
+def _tell(outcome: Outcome) -> None:
+    """Print how far the held-out loss fell, unless an earlier run computed the first."""
+    if 0 in outcome.held_out and outcome.steps in outcome.held_out:
+        print(f"held-out loss {outcome.held_out[0]:.2f} -> {outcome.held_out[outcome.steps]:.2f}", flush=True)
+
+
+def _inputs(given: FineTuning) -> tuple[FineTuning, Any, Data]:
+    """Return the options for this machine, the tokenizer, and the tokenized data."""
+    options = fitted(given)
+    _check_installed(options)
+    check_folders(options)
+    check_model(options)
+    return options, *_read(options)
+
+
+def _facts(options: FineTuning, data: Data) -> dict[str, Any]:
+    """Return the values that must be the same on all machines, by the names that users know."""
+    facts = {flag(name): value for name, value in options.jsonable().items() if name not in OF_A_MACHINE}
+    return {**facts, "the tokens of --data and --eval-data": data.digest}
+
+
+def _is_finished(options: FineTuning, data: Data) -> bool:
+    """Return whether the run to resume has ended. Raises `Refused` if it had other options or data."""
+    if options.output is None or not (options.resume and has_run(options.output)):
+        return False
+    check_same(options, options.output, data.digest)
+    return (options.output / MODEL).is_dir()
+
+
+def _check_installed(options: FineTuning) -> None:
+    if options.lora is not None:
+        check_lora(options)
+    if "tensorboard" in options.report:
+        tensorboard_writer()
+
+
+# Data
+
+
+def _read(options: FineTuning) -> tuple[Any, Data]:
+    """Return the tokenizer and the tokenized data."""
+    given = [("--data", library_source() if options.data is None else options.data)]
+    if options.eval_data is not None:
+        given.append(("--eval-data", options.eval_data))
+    load = loader_of(options)
+    tokenizer, (training, *others) = read_all(
+        load, given, sequence=options.sequence, completions_only=options.completions_only
+    )
+    return tokenizer, _data(options, tokenizer, training, others[0] if others else None)
+
+
+def _data(options: FineTuning, tokenizer: Any, training: Documents, evaluated: Documents | None) -> Data:
+    if not training.all:
+        raise Refused(
+            f"--data {', '.join(map(str, options.data or ()))} has no samples; name files that hold some"
+        )
+    if evaluated is not None and not evaluated.all:
+        raise Refused("--eval-data has no samples; name files that hold some")
+    if evaluated is None and options.held_out:
+        training, evaluated = held_out(training, options.held_out)
+    pad = pad_of(tokenizer)
+    sequences = _sequences(options, training)
+    batches = Steps(sequences, batch=options.batch, accumulation=options.accumulation, pad=pad)
+    evaluation = (
+        None if evaluated is None else Evaluation(_sequences(options, evaluated).batches(options.batch, pad))
+    )
+    digest = training.digest() if evaluated is None else f"{training.digest()} {evaluated.digest()}"
+    steps = options.steps or batches.in_epochs(options.epochs or 1)
+    largest = max(training.largest, 0 if evaluated is None else evaluated.largest, pad)
+    return Data(replace(training, largest=largest), batches, evaluation, sequences, digest, steps)
+
+
+def _sequences(options: FineTuning, documents: Documents) -> Sequences:
+    return Sequences(documents, size=options.sequence, packing=options.packing, seed=options.seed)
+
+
+def _described(options: FineTuning, data: Data) -> str:
+    documents, counts = data.training, data.training.counts
+    rows = data.sequences.in_epoch
+    form = "packed into" if options.packing else "in"
+    filled = f", {documents.tokens / (rows * options.sequence):.0%} full" if options.packing else ""
+    lines = [
+        f"data: {counts.samples:,} samples; to train on, {documents.tokens:,} tokens, {documents.labels:,} of "
+        f"which are learned, {form} {rows:,} sequences of {options.sequence}{filled}"
+    ]
+    if counts.longer:
+        lost = f"; {counts.lost} have nothing left to learn and are omitted" if counts.lost else ""
+        lines.append(
+            f"{counts.longer:,} samples are longer than --sequence {options.sequence}: texts continue in further "
+            f"sequences, others are cut{lost}"
+        )
+    if not documents.has_end:
+        lines.append("the tokenizer has no token for the end of a text, so texts end without one")
+    epochs = data.steps * data.batches.rows / rows
+    lines.append(f"{data.steps:,} steps of {data.batches.rows} sequences, {epochs:.3g} epochs")
+    return "\n".join(lines)
+
+
+# Training
+
+
+def _train(
+    options: FineTuning,
+    tokenizer: Any,
+    data: Data,
+    runtime: Runtime,
+    processes: Processes,
+    folder: Folder | None,
+) -> Outcome:
+    count, plan = _planned(options, data, runtime, processes)
+    if not has_weights(options):
+        print(f"random weights: {options.model} has none", flush=True)
+    print(f"{_described(options, data)}\n{plan}", flush=True)
+    model = wrapped(options, runtime, count)
+    check_causality(model, vocabulary_of(model.named_model), is_packed=options.packing)
+    settings = settings_of(options, data.steps)
+
+    def kept_in(folder: Folder) -> InFolder:
+        facts = {**options.jsonable(), "data_digest": data.digest}
+        return InFolder(folder, partial(save_model, model, tokenizer), options=facts)
+
+    def reports(done: int) -> Iterator[Report]:
+        if options.output is not None and "tensorboard" in options.report:
+            yield TensorBoard(options.output / TENSORBOARD, after=done or None)
+        yield Progress(settings.steps, done=done, is_shown=processes.is_first)
+
+    return train(
+        model,
+        data.batches,
+        settings,
+        evaluation=data.evaluation,
+        kept=None if folder is None else kept_in(folder),
+        reports=reports,
+        processes=processes,
+    )
+
+
+def settings_of(options: FineTuning, steps: int) -> Settings:
+    """Return what the loop needs of the options."""
+    same = {field.name for field in fields(Settings)} - {"steps", "metrics", "names"}
+    values = {name: getattr(options, name) for name in same}
+    return Settings(steps=steps, metrics="jsonl" in options.report, names=NAMES, **values)
+
+
+def _planned(options: FineTuning, data: Data, runtime: Runtime, processes: Processes) -> tuple[int, str]:
+    """Return the number of microbatches, which the first machine chooses, and the plan as text.
+
+    Raises `Refused` on all machines if the training does not fit one of them.
+    """
+
+    def plan(count: int | None) -> tuple[int, str]:
+        answer = foretold(replace(options, num_microbatch=count), runtime, data.training.largest)
+        text = summary(answer)
+        assert answer.planned is not None
+        return answer.planned.microbatches, text
+
+    earlier = processes.lead(lambda: _earlier_microbatches(options))
+    # A resumed run may be on more machines than before.
+    processes.all(lambda: processes.check_divides("--num-microbatch", earlier))
+    own = processes.all(lambda: plan(earlier))
+    count = processes.lead(lambda: own[0])
+    return own if processes.all(lambda: own[0] == count) else processes.all(lambda: plan(count))
+
+
+def _earlier_microbatches(options: FineTuning) -> int | None:
+    """Return the number of microbatches of the resumed run, unless one is given, so that sums round as before."""
+    if options.num_microbatch is not None or not options.resume or options.output is None:
+        return options.num_microbatch
+    return checkpoint_microbatches(options.output)

@@ -1,0 +1,158 @@
+"""The `roundpipe` command: its entry point and exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from rp_trainer.errors import Diverged, Lost, Refused, ToldElsewhere, Unwritable
+from rp_trainer.stopping import Interrupted
+
+from rp_cli.arguments import known_options, parse
+from rp_cli.config_file import with_config
+from rp_cli.finetune.options import FineTuning, read_fine_tuning
+from rp_cli.options import Given
+from rp_cli.strangers.visible import visible_output
+from rp_cli.telling.streams import silence, telling
+
+if TYPE_CHECKING:
+    from rp_trainer.processes import Processes
+
+FAILED = 1
+REFUSED = 2
+INTERRUPTED = 130
+
+
+# What the subcommands import late, so that help and mistyped options need not wait for torch.
+_LATE = {
+    "env": ("rp_trainer.processes", "rp_cli.commands.env"),
+    "plan": ("rp_cli.estimate.options", "rp_cli.commands.plan"),
+    "train": ("rp_trainer.processes", "rp_cli.finetune.run"),
+}
+
+
+def main(arguments: Sequence[str] | None = None, *, imported: Callable[[], object] = bool) -> int:
+    """Run the command and return its exit code: 0, 1 if training or writing failed, 2 for unusable arguments or
+    input and for a model that host memory is too small for, 130 after Ctrl-C, 143 after SIGTERM.
+
+    Args:
+        arguments: the arguments after the command's name; None for those of the process.
+        imported: called when all that the subcommand needs is imported; not for help and mistyped options.
+    """
+    _escape_unencodable(sys.stdout)
+    # What is printed may be a stranger's: names in files, errors of templates, messages of other libraries.
+    with visible_output():
+        return _ended(arguments, imported)
+
+
+def _ended(arguments: Sequence[str] | None, imported: Callable[[], object]) -> int:
+    """Run the command; print the error that ends it, if any, and return the exit code."""
+    try:
+        _run(parse(sys.argv[1:] if arguments is None else arguments), imported)
+    except Refused as refusal:
+        return _complain(str(refusal), REFUSED)
+    except (Diverged, Unwritable, Lost) as failure:
+        return _complain(str(failure), FAILED)
+    except ToldElsewhere as told:
+        return told.exit_code
+    except OSError as error:
+        silence(sys.stdout)
+        return _complain(str(error), FAILED)
+    except Interrupted as interrupted:
+        return _complain(str(interrupted), interrupted.exit_code)
+    except KeyboardInterrupt:
+        return _complain("interrupted", INTERRUPTED)
+    except RuntimeError as error:
+        if not _is_memory_short(error):
+            raise
+        return _complain(str(error), REFUSED)
+    return 0
+
+
+def _is_memory_short(error: RuntimeError) -> bool:
+    # Imported late, too.
+    from rp_engine.errors import HostMemoryShort
+
+    return isinstance(error, HostMemoryShort)
+
+
+def _run(given: Given, imported: Callable[[], object]) -> None:
+    if given.command == "train" and _is_alone():
+        options = _checked(given)
+        _import_late(given, imported)
+        from rp_cli.telling.console import log_printed
+
+        with log_printed():
+            _train(options)
+        return
+    _import_late(given, imported)
+    if given.command == "env":
+        _print_environment(given)
+        return
+    if given.command == "plan":
+        from rp_cli.estimate.options import read_plan_options
+
+        plan_options = read_plan_options(given)
+        from rp_cli.commands.plan import plan
+
+        plan(plan_options)
+        return
+    from rp_trainer.processes import joined
+
+    from rp_cli.telling.console import log_printed
+
+    with log_printed(), joined() as processes:
+        _train(processes.all(lambda: _checked(given)), processes)
+
+
+def _import_late(given: Given, imported: Callable[[], object]) -> None:
+    for module in _LATE[given.command]:
+        import_module(module)
+    imported()
+
+
+def _is_alone() -> bool:
+    """Return whether there is one process only, rather than several started by torchrun."""
+    return os.environ.get("WORLD_SIZE", "1") in ("", "1")
+
+
+def _print_environment(given: Given) -> None:
+    """Print facts about this machine and, if there are others, about the network to them."""
+    from rp_trainer.processes import joined
+
+    from rp_cli.commands.env import env
+
+    with nullcontext() if _is_alone() else joined() as processes:
+        env(given.devices, json=given.json, processes=processes)
+
+
+def _checked(given: Given) -> FineTuning:
+    return read_fine_tuning(with_config(given, known_options()))
+
+
+def _train(options: FineTuning, processes: Processes | None = None) -> None:
+    """Train with the other `processes`, or only in this one; what is printed meanwhile cannot end it."""
+    from rp_cli.finetune.run import fine_tune
+
+    with telling():
+        fine_tune(options, processes)
+
+
+def _escape_unencodable(stdout: Any) -> None:  # Any: a text file, or a test's replacement
+    """Write characters that the terminal cannot encode, for example in paths, as backslash escapes."""
+    if hasattr(stdout, "reconfigure"):
+        stdout.reconfigure(errors="backslashreplace")
+
+
+def _complain(message: str, exit_code: int) -> int:
+    one_line = " ".join(message.split())
+    # Nobody may be there to read it; the status says the same.
+    with suppress(OSError, ValueError):
+        print(f"roundpipe: {one_line}", file=sys.stderr, flush=True)
+    if sys.stderr is not None:
+        silence(sys.stderr)
+    return exit_code

@@ -1,0 +1,1 @@
+"""What only tells, and never ends a run."""

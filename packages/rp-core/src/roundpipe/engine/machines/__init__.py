@@ -1,1 +1,0 @@
-"""What several machines do together in the calls of a model."""

@@ -1,0 +1,1 @@
+"""How a part's calls are divided: shapes propose, and values decide."""

@@ -1,0 +1,156 @@
+"""The division of a call whose settings leave it open: tried by values, and remembered by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import rp_batch
+from rp_engine import Engine, RoundPipeRunConfig, Runtime
+from rp_engine.wrapping import View
+from rp_sched import Mode
+from torch import nn
+
+from roundpipe.models.calls.microbatching import in_one_piece, num_microbatches
+from roundpipe.models.dividing.divisions import Division, Divisions, refuse_shared
+from roundpipe.models.dividing.rows import rows_of
+from roundpipe.models.dividing.trial import Fit, Found, Trial
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call that is to be divided.
+
+    `name`: of the module, in warnings. `kind`: what calls that are alike have in common, beside their arguments
+    and the modules' modes. `arguments`: the pair (args, kwargs). `address`: makes the engine's arguments from the
+    call's, for each microbatch. `fit`: finds how outputs merge. `is_loss`: it computes a
+    loss without gradients, which several machines divide, as calls that train.
+    """
+
+    name: str
+    kind: Hashable
+    config: RoundPipeRunConfig
+    arguments: Any
+    address: Callable[[rp_batch.Parts[Any]], rp_batch.Parts[Any]]
+    fit: Fit
+    is_loss: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How the models of one sort are tried. `view`, `is_brief`: see `Trial`.
+
+    `advice`: what their users can do about a call that is not split.
+    """
+
+    advice: str
+    view: View | None = None
+    is_brief: bool = False
+
+
+PART = Manner(
+    "say how in its settings (split_input and merge_output of override_config); it can also stay on the host "
+    "(skip_modules)"
+)
+# Also of one layer.
+ROW = Manner(
+    "say how in its run config (split_input, and split_label and merge_output where these are not along the first "
+    "dimension)",
+    rows_of,
+    is_brief=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """A call in microbatches. `merging`: the spec that merges its outputs, if a trial of this `kind` found it."""
+
+    parts: rp_batch.Parts[Any]
+    merging: Any = None
+    kind: Hashable = None
+
+    def fits(self, outputs: Sequence[Any]) -> bool:
+        """Return whether the outputs have the structure that they had at the trial."""
+        return self.merging is None or all(
+            rp_batch.flatten(output)[1] == rp_batch.flatten(self.merging)[1] for output in outputs
+        )
+
+
+class Divider:
+    """Divides the calls of one model, whose `modules` it may put in another mode for a trial."""
+
+    def __init__(self, engine: Engine, runtime: Runtime, modules: Sequence[nn.Module], manner: Manner) -> None:
+        self._engine = engine
+        self._runtime = runtime
+        self._modules = modules
+        self._manner = manner
+        self._divisions = Divisions(manner.advice)
+
+    def divide(self, asked: Asked, proposals: rp_batch.Proposals, mode: Mode = "train") -> Divided:
+        """Return the call in microbatches: as many as its settings say, or one if no proposal is right.
+
+        Raises `AloneOnly` if it would be one, but machines divide it.
+        """
+        if not proposals.found and asked.config.num_microbatch != 1 and self._is_shared(asked):
+            refuse_shared(asked.name, "no dimension of its arguments looks like a batch", self._manner.advice)
+        count = self._count(asked, proposals, mode)
+        if count == 1:
+            return Divided(rp_batch.split(asked.arguments, 1))
+        kind, division = self._division(asked, proposals, count)
+        chosen = next((each for each in proposals.found if each.way == division.way), None)
+        if chosen is None:
+            return Divided(in_one_piece(asked.name, asked.arguments, asked.config))
+        return Divided(rp_batch.split(asked.arguments, count, chosen.spec), division.merging, kind)
+
+    def is_right(self, asked: Asked, proposals: rp_batch.Proposals, count: int) -> bool:
+        """Return whether the call can be split as proposed, into this many microbatches."""
+        return self._division(asked, proposals, count)[1].way is not None
+
+    def _division(self, asked: Asked, proposals: rp_batch.Proposals, count: int) -> tuple[Hashable, Division]:
+        trains, is_shared = self._trains(asked), self._is_shared(asked)
+        kind = (asked.kind, is_shared, self._flags(), proposals.pattern)
+        attempt = partial(self._attempt, asked, count, is_shared=is_shared)
+        found = self._divisions.of(kind, asked.name, proposals.found, attempt, trains=trains, is_shared=is_shared)
+        return kind, found
+
+    def forget(self, divided: Divided) -> None:
+        """Try calls of this kind anew: this one returned another structure than at the trial."""
+        self._divisions.forget(divided.kind)
+
+    def _trains(self, asked: Asked) -> bool:
+        return self._engine.trains(asked.config, asked.arguments)
+
+    def _is_shared(self, asked: Asked) -> bool:
+        """Return whether several machines divide the call's microbatches."""
+        return not self._runtime.peers.is_alone and (asked.is_loss or self._trains(asked))
+
+    def _count(self, asked: Asked, proposals: rp_batch.Proposals, mode: Mode) -> int:
+        if not proposals.found:
+            return 1
+        spec = proposals.found[0].spec
+        return num_microbatches(self._engine, self._runtime, asked.arguments, spec, asked.config, mode)
+
+    def _flags(self) -> tuple[bool, ...]:
+        return tuple(module.training for root in self._modules for module in root.modules())
+
+    def _attempt(
+        self, asked: Asked, count: int, proposals: Sequence[rp_batch.Proposal], *, is_shared: bool
+    ) -> Found | str:
+        trial = Trial(
+            self._engine,
+            self._runtime,
+            self._modules,
+            asked.config,
+            asked.arguments,
+            asked.address,
+            asked.fit,
+            self._manner.view,
+            self._manner.is_brief,
+        )
+        decide = partial(trial.first_that_fits, proposals, count)
+        if not is_shared:
+            return decide()
+        found, is_same = self._engine.decide_together(f"finding how {asked.name} can be split", decide, repr)
+        return found if is_same else "machines found different things"

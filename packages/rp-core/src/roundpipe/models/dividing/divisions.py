@@ -1,0 +1,131 @@
+"""What was found out about how a part's calls are split, and when it is found out anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import rp_batch
+from rp_engine.errors import AloneOnly, TrainingWarning
+from rp_engine.user_warnings import warn_user
+
+from roundpipe.models.dividing.trial import Found
+
+# Kinds of calls that are tried, of each part: each trial takes two forwards. Calls of others are not split.
+_MOST_KINDS = 16
+# A kind is tried at its first call, and again at its 4th, 16th, 64th training call: weights that are zero at
+# first, as in adapters and gates, hide how samples influence each other.
+_AGAIN_AFTER = 4
+# Calls after one whose samples were alike are tried, too, until samples differ: a batch of zeros, with which
+# models are warmed up, says nothing. Some parts never get samples that differ, such as positions.
+_MOST_UNSURE = 8
+
+# Tries proposals, in order.
+Try = Callable[[Sequence[rp_batch.Proposal]], Found | str]
+
+
+@dataclass(slots=True)
+class Division:
+    """How calls of one kind are split.
+
+    `way`: None if they are not, for this `reason`. `merging`: the spec that merges outputs. `unsure`: how many
+    trials had samples that were alike, since one had others.
+    """
+
+    way: rp_batch.Way | None
+    merging: Any = None
+    reason: str = ""
+    trainings: int = 0
+    next_trial: int = _AGAIN_AFTER
+    unsure: int = 0
+
+
+class Divisions:
+    """How calls are split, by kind.
+
+    >>> divisions = Divisions("say how")
+    >>> divisions.of("kind", "model.layer", (), lambda proposals: "too different", trains=True).way is None
+    True
+
+    Warnings say which submodule is not split, once for each, and with `advice` what to do if it can be.
+    """
+
+    def __init__(self, advice: str) -> None:
+        self._advice = advice
+        self._known: dict[Hashable, Division] = {}
+        self._told: set[str] = set()
+
+    def of(
+        self,
+        kind: Hashable,
+        name: str,
+        proposals: Sequence[rp_batch.Proposal],
+        attempt: Try,
+        *,
+        trains: bool,
+        is_shared: bool = False,
+    ) -> Division:
+        """Return how a call of this kind of the submodule `name` is split, after an attempt if one is due.
+
+        `trains`: whether weights may change after the call. `is_shared`: whether machines divide its microbatches.
+
+        Raises `AloneOnly` if it is not split, but shared.
+        """
+        division = self._known.get(kind)
+        if division is None:
+            division = self._known[kind] = self._first(proposals, attempt)
+        elif division.way is not None:
+            is_due = trains and division.trainings + 1 == division.next_trial
+            if is_due:
+                division.next_trial *= _AGAIN_AFTER
+            if is_due or 0 < division.unsure < _MOST_UNSURE:
+                self._again(division, proposals, attempt)
+        if division.way is None:
+            if is_shared:
+                reason = f"split, it does not give what it gives for the whole batch {division.reason}"
+                refuse_shared(name, reason, self._advice)
+            self._tell(name, division.reason)
+        division.trainings += trains
+        return division
+
+    def forget(self, kind: Hashable) -> None:
+        """Try calls of this kind anew."""
+        self._known.pop(kind, None)
+
+    def _first(self, proposals: Sequence[rp_batch.Proposal], attempt: Try) -> Division:
+        if len(self._known) >= _MOST_KINDS:
+            found = f"it was tried with {_MOST_KINDS} other kinds of arguments, and is not tried with more"
+        else:
+            found = attempt(proposals)
+        if isinstance(found, Found):
+            return Division(found.proposal.way, found.merging, unsure=int(not found.is_sure))
+        return Division(None, reason=f"({found})")
+
+    def _again(self, division: Division, proposals: Sequence[rp_batch.Proposal], attempt: Try) -> None:
+        found = attempt([each for each in proposals if each.way == division.way])
+        if isinstance(found, Found):
+            division.merging = found.merging
+            division.unsure = 0 if found.is_sure else division.unsure + 1
+            return
+        division.way, division.merging = None, None
+        division.reason = f"({found}); its last {division.trainings} training calls were split"
+
+    def _tell(self, name: str, reason: str) -> None:
+        if name in self._told:
+            return
+        self._told.add(name)
+        warn_user(
+            f"{name} runs its batch in one piece, which takes the memory of all microbatches at once: split, it "
+            f"does not give what it gives for the whole batch {reason}. If it can be split, {self._advice}. "
+            "num_microbatch=1 says that nothing is to be split",
+            TrainingWarning,
+        )
+
+
+def refuse_shared(name: str, reason: str, advice: str) -> NoReturn:
+    """Refuse a call that machines would divide. They all do: they have found the reason together."""
+    raise AloneOnly(
+        f"{name} must run its batch in one piece, which several machines cannot divide: {reason}. If it can be "
+        f"split, {advice}; or train on one machine"
+    )

@@ -1,0 +1,61 @@
+"""How the outputs of microbatches are compared with those of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import rp_batch
+import torch
+
+from roundpipe.models.dividing.rows import Rows
+
+Tolerance = Callable[[torch.Tensor], float]
+
+
+def fit_any(
+    merge_output: Any,
+    collects: bool,
+    whole: Any,
+    outputs: Sequence[Any],
+    sizes: Sequence[int],
+    tolerance: Tolerance,
+) -> Any:
+    """Return the spec that merges the outputs to the whole; None if `merge_output` of the settings says how.
+
+    `collects`: outputs are pairs, with what hooks have collected.
+
+    >>> whole = torch.arange(4.0)
+    >>> fit_any(None, False, whole, [whole[:2], whole[2:]], (2, 2), lambda _: 0.0)
+    Concat(dim=0)
+
+    Raises `rp_batch.MergeError` if the outputs do not make the whole.
+    """
+    if merge_output is None or merge_output is False:
+        return rp_batch.fit(whole, outputs, sizes, tolerance=tolerance)
+    if collects:
+        whole, outputs = whole[0], [output for output, _ in outputs]
+    merged = rp_batch.merge(outputs, merge_output, sizes=sizes)
+    in_one = rp_batch.merge([whole], merge_output, sizes=[sum(sizes)])
+    rp_batch.fit(in_one, [merged], [sum(sizes)], tolerance=tolerance)
+    return None
+
+
+def fit_rows(whole: Rows, outputs: Sequence[Rows], sizes: Sequence[int], tolerance: Tolerance) -> None:
+    """Check that each tensor of the whole is its parts, one after another, where these have as many rows.
+
+    Other outputs, such as losses, say nothing: what microbatches contribute to them is up to the model.
+
+    >>> whole, part = {("output", ()): torch.arange(4.0)}, {("output", ()): torch.arange(2.0)}
+    >>> fit_rows(whole, [part, part], (2, 2), lambda _: 0.0)
+    Traceback (most recent call last):
+    rp_batch.errors.MergeError: output: differs from its parts by 1
+    """
+    del sizes
+    for place, rows in whole.items():
+        parts = [output[place] for output in outputs if place in output]
+        if len(parts) < len(outputs) or sum(map(len, parts)) != len(rows):
+            continue
+        found = rp_batch.distance(rows, torch.cat(parts), 0)
+        if found > tolerance(rows):
+            raise rp_batch.MergeError(place[0], f"differs from its parts by {found:.2g}")

@@ -1,0 +1,65 @@
+"""The division of a row's calls: as their settings say or, where these leave it open, as values show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import rp_batch
+from rp_engine import Arrivals, Engine, RoundPipeRunConfig, Runtime
+from rp_sched import Mode
+from torch import nn
+
+from roundpipe.models.calls.microbatching import (
+    declared_spec,
+    in_one_piece,
+    in_parts,
+    knows_batch,
+    num_microbatches,
+)
+from roundpipe.models.dividing.divider import ROW, Asked, Divider
+from roundpipe.models.dividing.fits import fit_rows
+
+
+class CallSplitter:
+    """Splits the arguments of one row's calls into microbatches. `model`: the row. `name`: in warnings."""
+
+    def __init__(self, name: str, model: nn.Module, engine: Engine, runtime: Runtime) -> None:
+        self._name = name
+        self._engine = engine
+        self.model = model
+        self.runtime = runtime
+        # None: the model says which of its arguments have samples first.
+        self._divider = None if knows_batch(model) else Divider(engine, runtime, (model,), ROW)
+
+    def split(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        arrivals: Arrivals,
+        config: RoundPipeRunConfig,
+        mode: Mode = "train",
+    ) -> rp_batch.Parts[Any]:
+        """Return the pairs (args, kwargs) of all microbatches. `mode`: of the call."""
+        spec = declared_spec(self.model, kwargs) if config.split_input is None else config.split_input
+        count = num_microbatches(self._engine, self.runtime, (args, kwargs), spec, config, mode)
+        parts = rp_batch.split((args, kwargs), count, spec)
+        arrivals.check(count, parts)
+        if spec is None and len(parts) > 1 and not self._may_split(args, kwargs, len(parts), config, mode):
+            return in_one_piece(self._name, (args, kwargs), config)
+        return parts
+
+    def _may_split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, config: RoundPipeRunConfig, mode: Mode
+    ) -> bool:
+        """Return whether a call gives the same split along the first dimension, as it has shown."""
+        if self._divider is None or in_parts((args, kwargs)):
+            return True
+        found = rp_batch.infer(args, kwargs)
+        assert found.batch_size is not None
+        way = rp_batch.Way("inferred", 0, 0, "none")
+        pattern = rp_batch.propose(args, kwargs).pattern
+        proposals = rp_batch.Proposals(pattern, (rp_batch.Proposal(way, found.spec, found.batch_size),))
+        asked = Asked(
+            self._name, None, config, (args, kwargs), lambda parts: parts, fit_rows, is_loss=mode == "infer"
+        )
+        return self._divider.is_right(asked, proposals, count)

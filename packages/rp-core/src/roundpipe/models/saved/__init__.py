@@ -1,0 +1,1 @@
+"""What a wrapped model tells rp-checkpoint of itself."""

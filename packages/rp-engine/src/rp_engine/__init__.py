@@ -1,0 +1,41 @@
+"""Runs a row of layers task by task on any devices, with weights, gradients and optimizer on the host.
+
+What runs models is here; what foresees memory and time is in `rp_engine.estimates`, what may go wrong in
+`rp_engine.errors`, what layers may ask in `rp_engine.context`.
+"""
+
+from rp_engine.engine.engine import Engine
+from rp_engine.engine.memory.report import MemoryReport
+from rp_engine.engine.resident import Resident
+from rp_engine.engine.step_during import StepDuring
+from rp_engine.engine.whole_model import WholeModel
+from rp_engine.execution.call import LossFn
+from rp_engine.execution.packed_data import Arrivals, RoundPipePackedData
+from rp_engine.optimizer.scaler import GradScaler
+from rp_engine.planning.call_log import CallTime
+from rp_engine.runtime.runtime import Runtime, default_runtime
+from rp_engine.settings.execute_plan import ModelExecutePlan
+from rp_engine.settings.run_config import RoundPipeRunConfig
+from rp_engine.state.model_state import HostOptions
+from rp_engine.telemetry.profiling import profile
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Arrivals",
+    "CallTime",
+    "Engine",
+    "GradScaler",
+    "HostOptions",
+    "LossFn",
+    "MemoryReport",
+    "ModelExecutePlan",
+    "Resident",
+    "RoundPipePackedData",
+    "RoundPipeRunConfig",
+    "Runtime",
+    "StepDuring",
+    "WholeModel",
+    "default_runtime",
+    "profile",
+]

@@ -1,0 +1,44 @@
+"""What whoever connects machines asks of the engine: the Protocol `Peers`, and what an implementation reads."""
+
+from rp_engine.device.randomness import draw_seed
+from rp_engine.execution.losses import check_counts
+from rp_engine.peers.alone import ALONE, Alone
+from rp_engine.peers.call import CallBatch, CallShare, Facts, Numbers, Rows
+from rp_engine.peers.opening import Connected
+from rp_engine.peers.peers import Launch, Peers, SharedModel, Talk
+from rp_engine.peers.step import Incomplete, Results, SharedStep, StepGradients
+from rp_engine.state.block import Block
+from rp_engine.state.master import is_split
+from rp_engine.state.model_state import ModelState
+from rp_engine.state.shards import Segment, Shards
+from rp_engine.telemetry.tracing import GATHER, REDUCE, SILENT, Tracer
+
+__all__ = [
+    "ALONE",
+    "GATHER",
+    "REDUCE",
+    "SILENT",
+    "Alone",
+    "Block",
+    "CallBatch",
+    "CallShare",
+    "Connected",
+    "Facts",
+    "Incomplete",
+    "Launch",
+    "ModelState",
+    "Numbers",
+    "Peers",
+    "Results",
+    "Rows",
+    "Segment",
+    "Shards",
+    "SharedModel",
+    "SharedStep",
+    "StepGradients",
+    "Talk",
+    "Tracer",
+    "check_counts",
+    "draw_seed",
+    "is_split",
+]

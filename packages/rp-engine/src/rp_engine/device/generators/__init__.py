@@ -1,0 +1,1 @@
+"""The process's random generators beside torch's."""

@@ -1,0 +1,1 @@
+"""The memory of activations on devices and on the host."""

@@ -1,0 +1,348 @@
+"""Random numbers that do not depend on the devices: one seed for each call, layer and microbatch.
+
+The device's generator is seeded before each layer. The CPU generator is shared by the whole process, so a layer
+that draws from it runs under an exclusive lock. Comparing the generator's state before and after a layer shows
+whether it draws. A layer that reads the state, as torch's checkpoint does, may set it again in backward, which
+therefore holds the lock, too. The generators of Python and NumPy belong to the process as well: a layer that was
+seen to draw from them has them seeded, under the same lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import cache, wraps
+from typing import Any, Literal, NamedTuple, TypeVar, assert_never
+
+import torch
+
+from rp_engine.device.generators.python import Look, Source, seeded, sources
+from rp_engine.errors import Busy
+from rp_engine.habits import Habits
+
+_Result = TypeVar("_Result")
+_MASK = (1 << 64) - 1
+_FREE = nullcontext()
+# Whether the lock on the CPU generator is held here, also for calls that are made from here.
+_HELD: ContextVar[bool] = ContextVar("roundpipe_generator_held", default=False)
+
+
+def draw_seed() -> int:
+    """Draw a call's seed from the caller's CPU generator.
+
+    Raises `Busy` where a layer or loss function of another model runs: the call would wait for it forever.
+    """
+    if _HELD.get():
+        raise Busy(
+            "a model that trains was called from inside a layer, loss function or hook of another one, which uses "
+            "the process's random generator meanwhile; call it before, or after model.eval() under torch.no_grad()"
+        )
+    return int(torch.randint(1 << 62, (), device="cpu").item())
+
+
+class Drawer(NamedTuple):
+    """A consumer of random numbers: a layer, its `prepare`, or the loss function. Each gets its own seed."""
+
+    what: Literal["layer", "prepare", "loss"]
+    layer: int = 0
+
+    def place(self, num_layers: int) -> int:
+        """Return a number unique in the model: first layers, then the loss function, then layers' `prepare`."""
+        match self.what:
+            case "layer":
+                return self.layer
+            case "loss":
+                return num_layers
+            case "prepare":
+                return num_layers + 1 + self.layer
+            case _:
+                assert_never(self.what)
+
+
+def mix(seed: int, layer: int, microbatch: int) -> int:
+    """Return the seed of one layer and microbatch in a call (SplitMix64; Steele, Lea and Flood, 2014)."""
+    value = (seed + 0x9E3779B97F4A7C15 * (1 + (layer << 20) + microbatch)) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (value ^ (value >> 31)) >> 1
+
+
+class _Gate:
+    """A lock on the CPU generator: shared by threads that should not draw, exclusive for one that does."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._sharers = 0
+        self._alone = False
+        self._callers = b""
+        self._drawn = False
+
+    def share(self) -> bytes:
+        """Acquire the shared lock; return the generator's state before any holder ran.
+
+        If a holder may have drawn, the last one to leave restores this state.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._alone)
+            if not self._sharers:
+                self._callers = _state()
+            self._sharers += 1
+        _HELD.set(True)
+        return self._callers
+
+    def leave(self, *, drawn: bool) -> None:
+        """Release the shared lock. `drawn`: the generator may have been drawn from since `share`."""
+        _HELD.set(False)
+        with self._changed:
+            self._sharers -= 1
+            self._drawn |= drawn
+            if not self._sharers and self._drawn:
+                self._drawn = False
+                _set_state(self._callers)
+            self._changed.notify_all()
+
+    @contextmanager
+    def shared(self) -> Generator[None]:
+        """Hold the shared lock; if the generator's state has changed on exit, it is restored."""
+        callers, drawn = self.share(), True
+        try:
+            yield
+            drawn = _drawn_since(callers)
+        finally:
+            self.leave(drawn=drawn)
+
+    @contextmanager
+    def alone(self) -> Generator[None]:
+        """Hold the exclusive lock; restore the generator's state on exit."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._alone and not self._sharers)
+            self._alone = True
+        _HELD.set(True)
+        callers = _state()
+        try:
+            yield
+        finally:
+            _HELD.set(False)
+            _set_state(callers)
+            with self._changed:
+                self._alone = False
+                self._changed.notify_all()
+
+
+def _state() -> bytes:
+    # Not as a tensor: it is compared before and after every layer, and torch's comparison would release the GIL.
+    state = torch.default_generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def _set_state(state: bytes) -> None:
+    torch.default_generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _drawn_since(state: bytes) -> bool:
+    """Return whether numbers were drawn from the CPU generator since it was in this state."""
+    return state != _state()
+
+
+_GATE = _Gate()
+
+
+class _Uses(threading.local):
+    """How often a thread has read and set the CPU generator's state with torch's functions."""
+
+    reads = 0
+    sets = 0
+
+
+_USES = _Uses()
+
+
+@cache
+def _count_uses() -> None:
+    """Make torch's functions for the CPU generator's state count their calls in each thread.
+
+    Torch's checkpoint and `fork_rng` leave the state as they found it, so comparing states does not show them.
+    """
+    read, write = torch.get_rng_state, torch.set_rng_state
+
+    def count_read() -> torch.Tensor:
+        _USES.reads += 1
+        return read()
+
+    def count_set(new_state: torch.Tensor) -> None:
+        _USES.sets += 1
+        write(new_state)
+
+    changed = {"get_rng_state": _untraced(count_read, read), "set_rng_state": _untraced(count_set, write)}
+    for module in (torch, torch.random):
+        vars(module).update(changed)
+
+
+def _untraced(function: Callable[..., _Result], like: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Keep torch's compiler from tracing a function: it would count what was so when it was compiled."""
+    disabled: Callable[..., _Result] = torch._disable_dynamo(function)  # pyright: ignore
+
+    @wraps(like)
+    def call(*args: Any, **kwargs: Any) -> _Result:
+        # The first call of `disabled` would import the compiler, which takes seconds.
+        return (disabled if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    return call
+
+
+class Randomness:
+    """The random numbers of one call, for the microbatches from `first` on. `seed`: the call's, from `draw_seed`.
+
+    `habits`: what drawers were seen to do, shared by all calls of the model. `drew` and `drew_on_device`: the
+    drawers and microbatches that drew from the process's generators, or the device's, in this call. `read`: those
+    that read the CPU generator's state, to which their backward may set it.
+    """
+
+    def __init__(self, seed: int, num_layers: int, habits: Habits, first: int = 0) -> None:
+        self.seed = seed
+        self._first = first
+        self._num_layers = num_layers
+        self._habits = habits
+        self.drew: set[tuple[Drawer, int]] = set()
+        self.drew_on_device: set[tuple[Drawer, int]] = set()
+        self.read: set[tuple[Drawer, int]] = set()
+        _count_uses()
+
+    def run(
+        self,
+        generator: torch.Generator,
+        drawer: Drawer,
+        microbatch: int,
+        body: Callable[[], _Result],
+        *,
+        recomputes: bool,
+    ) -> _Result:
+        """Run a layer's first forward or, with `recomputes`, recompute it; note whether it reads the CPU state."""
+        reads = _USES.reads
+        result = (self.recompute if recomputes else self.forward)(generator, drawer, microbatch, body)
+        if _USES.reads != reads:
+            self.read.add((drawer, microbatch))
+        return result
+
+    def forward(
+        self, generator: torch.Generator, drawer: Drawer, microbatch: int, body: Callable[[], _Result]
+    ) -> _Result:
+        """Run a layer's first forward, seeded.
+
+        If it draws from the CPU generator unexpectedly, it is run again under the exclusive lock.
+        """
+        seed = self._mixed(drawer, microbatch)
+        place = (drawer, microbatch)
+        habits = self._habits
+        if drawer in habits.not_drawing:
+            result, on_device, drew = self._beside_others(generator, seed, body)
+            if not drew:
+                self.drew_on_device.update({place} if on_device else ())
+                return result
+            del result
+            habits.not_drawing.discard(drawer)
+        looks = drawer not in habits.sources
+        run = self._looked_at if looks else self._alone
+        result, on_device, drew = run(generator, seed, drawer, body)
+        self.drew_on_device.update({place} if on_device else ())
+        if drew or habits.sources[drawer]:
+            self.drew.add(place)
+        elif drawer not in habits.writers:
+            # One that writes its input could not be run again.
+            habits.not_drawing.add(drawer)
+        return result
+
+    def _looked_at(
+        self, generator: torch.Generator, seed: int, drawer: Drawer, body: Callable[[], _Result]
+    ) -> tuple[_Result, bool, bool]:
+        """Run alone and see which of Python's generators are drawn from. A state takes 20 to 70 µs."""
+        everything = sources()
+        with _GATE.alone(), seeded(everything, seed):
+            look = Look(everything)
+            found = self._from_seed(generator, seed, body)
+            self._habits.sources[drawer] = look.drawn()
+        return found
+
+    def recompute(
+        self, generator: torch.Generator, drawer: Drawer, microbatch: int, body: Callable[[], _Result]
+    ) -> _Result:
+        """Recompute a layer with the random numbers of its first forward."""
+        seed, place = self._mixed(drawer, microbatch), (drawer, microbatch)
+        if place in self.drew:
+            return self._alone(generator, seed, drawer, body)[0]
+        with _GATE.shared() if place in self.read else _FREE:
+            return _seeded(generator, seed, body)[0] if place in self.drew_on_device else body()
+
+    def backward(self, layers: Iterable[int], microbatch: int, *, with_loss: bool) -> AbstractContextManager[None]:
+        """Return the lock to hold during backward through these layers, `with_loss` also the loss function.
+
+        Those that read the generator's state may set it to what they read. If they did not draw, that is the
+        caller's state: it disturbs only those that draw. If they did, their backward draws the same numbers again.
+        """
+        if not self.read:
+            return _FREE
+        drawers = [*(Drawer("layer", layer) for layer in layers), *[Drawer("loss")] * with_loss]
+        places = [(drawer, microbatch) for drawer in drawers if (drawer, microbatch) in self.read]
+        if not places:
+            return _FREE
+        return _GATE.shared() if self.drew.isdisjoint(places) else _GATE.alone()
+
+    def _mixed(self, drawer: Drawer, microbatch: int) -> int:
+        return mix(self.seed, drawer.place(self._num_layers), self._first + microbatch)
+
+    def uses_generators(self) -> bool:
+        """Return whether any layer drew, or read the state, so that it will use a generator again in backward."""
+        return bool(self.drew or self.drew_on_device or self.read)
+
+    @staticmethod
+    def _beside_others(
+        device: torch.Generator, seed: int, body: Callable[[], _Result]
+    ) -> tuple[_Result, bool, bool]:
+        callers, sets, drew = _GATE.share(), _USES.sets, True
+        try:
+            result, on_device = _seeded(device, seed, body)
+            drew = _USES.sets != sets or _drawn_since(callers)
+            return result, on_device, drew
+        finally:
+            _GATE.leave(drawn=drew)
+
+    def _alone(
+        self, device: torch.Generator, seed: int, drawer: Drawer, body: Callable[[], _Result]
+    ) -> tuple[_Result, bool, bool]:
+        chosen: tuple[Source, ...] = self._habits.sources.get(drawer, ())
+        with _GATE.alone(), seeded(chosen, seed):
+            return self._from_seed(device, seed, body)
+
+    @staticmethod
+    def _from_seed(device: torch.Generator, seed: int, body: Callable[[], _Result]) -> tuple[_Result, bool, bool]:
+        torch.default_generator.manual_seed(seed)
+        before, sets = _state(), _USES.sets
+        result, on_device = _seeded(device, seed, body)
+        return result, on_device, _USES.sets != sets or _drawn_since(before)
+
+
+def unseeded(generator: torch.Generator, body: Callable[[], _Result]) -> _Result:
+    """Run what must not change any generator of the process in a call that does not seed them."""
+    return Randomness(0, 1, Habits()).forward(generator, Drawer("layer"), 0, body)
+
+
+def _seeded(generator: torch.Generator, seed: int, body: Callable[[], _Result]) -> tuple[_Result, bool]:
+    """Run with a device's generator seeded, then restore its state; also return whether it was drawn from."""
+    if generator is torch.default_generator:
+        return body(), False
+    # A GPU's generator is a seed and an offset, which counts what was drawn. Its state would be a new tensor.
+    callers_seed, callers_offset = _seed_and_offset(generator)
+    try:
+        generator.manual_seed(seed)
+        result = body()
+        return result, _seed_and_offset(generator) != (seed, 0)
+    finally:
+        generator.manual_seed(callers_seed).set_offset(callers_offset)
+
+
+def _seed_and_offset(generator: torch.Generator) -> tuple[int, int]:
+    return generator.initial_seed(), generator.get_offset()

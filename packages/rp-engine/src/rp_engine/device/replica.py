@@ -1,0 +1,377 @@
+"""Twins: replicas of the layers on one device, whose tensors point at the current task's blocks.
+
+A twin is a deep copy whose memo maps host tensors to device tensors, so bound methods and partials refer to the
+twin. It shares the hook tables of the host layer; where a module has an `Entrance`, its own hooks run on the
+host, and its twin has none. It is built once; before each task its tensors are pointed at that task's blocks,
+which needs no walk of the module tree.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import OrderedDict
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import rp_batch
+import torch
+from rp_packing import Expansions, PackedTwin, PackedWeight, packed_weights
+
+from rp_engine.device.compiling import Compiler
+from rp_engine.device.entrance import entrance_of
+from rp_engine.device.lazy_hooks import register_lazy_hooks
+from rp_engine.device.parametrizing import cache_by_thread, parametrizes_in_forward
+from rp_engine.device.recompute import prepares
+from rp_engine.errors import in_words
+from rp_engine.state.block import Block
+from rp_engine.state.gradient import sum_dtype
+from rp_engine.state.layers import LayerState
+from rp_engine.state.modules.signature import has_hooks as is_hooked
+
+_HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def named_modules(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """``module.named_modules(prefix=prefix)`` with complete types."""
+    named = module.named_modules(prefix=prefix)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    return cast("Iterator[tuple[str, torch.nn.Module]]", named)
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Return whether any hook is registered on the module itself.
+
+    >>> has_hooks(torch.nn.Tanh())
+    False
+    """
+    return any(getattr(module, table) for table in _HOOK_TABLES)
+
+
+def hooks_of(module: torch.nn.Module) -> Iterator[object]:
+    """Yield the hooks that are registered on the module itself.
+
+    >>> layer = torch.nn.Tanh()
+    >>> _ = layer.register_forward_hook(print)
+    >>> list(hooks_of(layer))
+    [<built-in function print>]
+    """
+    for table in _HOOK_TABLES:
+        # Two of the tables hold flags for hooks that another one holds.
+        yield from (hook for hook in getattr(module, table).values() if hook is not True)
+
+
+class Twins:
+    """One model's layers on one device. The calling thread builds them, the device's thread uses them."""
+
+    def __init__(
+        self, device: torch.device, layers: Sequence[LayerState], compiler: Compiler | None = None
+    ) -> None:
+        self._device = device
+        self._compiler = compiler
+        self._layers = layers
+        self._modules: dict[int, torch.nn.Module] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._flags: dict[int, tuple[bool, ...]] = {}
+        self._parts: dict[int, list[_Part]] = {}
+        # Each twin's modules in the order of the host layer's ``modules()``, so that `check` needs no walk; and
+        # the contents of their tables when the twin was built.
+        self._owners: dict[int, list[torch.nn.Module]] = {}
+        self._content: dict[int, list[object]] = {}
+        # Parameters with their version counters, which binding leaves as they are.
+        self._versions: dict[int, list[tuple[str, torch.Tensor, int]]] = {}
+        self._prepares: dict[int, bool] = {}
+        # Copies of tensors that require grad and that a layer holds without registering them.
+        self._hidden: dict[int, list[torch.Tensor]] = {}
+        # Twins whose layer changed them in forward.
+        self._spoilt: set[int] = set()
+        self._nothing: dict[torch.dtype, torch.Tensor] = {}
+        self.expansions = Expansions()
+        # Packed weights by the id of the host's.
+        self._packed: dict[int, PackedTwin] = {}
+        self._packed_in: dict[int, list[PackedTwin]] = {}
+
+    def ensure(self, indices: range) -> None:
+        """Build the missing and the spoilt twins of these layers, on the thread that makes the call."""
+        if "peft" in sys.modules:
+            cache_by_thread()
+        if self._compiler is not None:
+            self._compiler.raise_limits()
+        # A twin outlives this call. Built under the caller's inference mode, its tensors could never be trained.
+        with torch.inference_mode(False):
+            for index in indices:
+                if index not in self._modules or index in self._spoilt:
+                    self._modules[index] = self._built(self._layers[index])
+                    self._note_parts(index)
+                    self._flags.pop(index, None)
+                    self._spoilt.discard(index)
+
+    def _note_parts(self, index: int) -> None:
+        module = self._modules[index]
+        self._parts[index] = list(_parts(module))
+        self._owners[index] = list(module.modules())
+        self._content[index] = _content(self._owners[index])
+        self._versions[index] = [(name, one, one._version) for name, one in _watched(module)]
+        self._prepares[index] = prepares(module)
+
+    def prepares(self, index: int) -> bool:
+        """Return whether the layer has a `prepare`, see `recompute.prepares`."""
+        return self._prepares[index]
+
+    def module(self, index: int, training: tuple[bool, ...]) -> torch.nn.Module:
+        """Return a layer's twin, with these training flags, in the order of the host layer's ``modules()``."""
+        twin = self._modules[index]
+        if self._flags.get(index) != training:
+            # In the order of building: forward may since have removed a module and added it again at the end.
+            for module, flag in zip(self._owners[index], training, strict=True):
+                module.training = flag
+            self._flags[index] = training
+        return twin
+
+    @contextmanager
+    def expanded(self, index: int) -> Generator[None]:
+        """Let a layer's packed weights be expanded while its forward runs."""
+        with self.expansions.of(index, self._packed_in[index]):
+            yield
+
+    def enter_backward(self, index: int) -> None:
+        """Expand a layer's packed weights for its backward."""
+        self.expansions.enter_backward(index, self._packed_in[index])
+
+    def outside(self, index: int, output: Any) -> Any:
+        """Return a layer's output in a form that stays valid after its packed weights are freed."""
+        is_weight = self.expansions.includes
+        if not self._packed_in[index] or not any(map(is_weight, rp_batch.flatten(output)[0])):
+            return output
+        return rp_batch.map_leaves(lambda leaf: leaf.detach() if is_weight(leaf) else leaf, output)
+
+    def check(self, index: int) -> None:
+        """Refuse a layer whose forward wrote a parameter or added, replaced or removed a tensor or module.
+
+        Nor may it give a parameter a gradient or a hook, or use an unregistered tensor that requires grad. Only
+        the twin would change, not the host layer. Raises `TypeError` that names the layer and the change. The twin
+        is rebuilt for the next call.
+        """
+        for copied in self._hidden[index]:
+            if copied.grad is not None:
+                self._spoilt.add(index)
+                raise TypeError(_HIDDEN.format(self._layers[index], type(copied).__name__, tuple(copied.shape)))
+        for name, parameter, version in self._versions[index]:
+            if parameter._version != version:
+                self._spoilt.add(index)
+                raise TypeError(_WRITTEN.format(index, name))
+            if parameter.grad is not None:
+                raise TypeError(_GOT_GRADIENT.format(f"layer {index}", repr(name)))
+            if is_hooked(parameter):
+                self._drop_hooks(index)
+                raise TypeError(_HOOKED.format(index, name))
+        content = _content(self._owners[index])
+        if content == self._content[index]:
+            return
+        before, now = self._parts[index], list(_parts(self._modules[index]))
+        changed = [
+            part
+            for part, others in [*((part, now) for part in before), *((part, before) for part in now)]
+            if not any(_same(part, other) for other in others)
+        ]
+        if not changed:
+            # Removed and added again: the same parts in another order.
+            self._content[index] = content
+            return
+        self._spoilt.add(index)
+        kind, name, _ = changed[0]
+        raise TypeError(_refusal(index, kind, name, was_there=name in [part[1] for part in before]))
+
+    def parts(self, index: int) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Module]]:
+        """The modules of a layer's twin: name, the twin's, and the host's."""
+        originals = self._layers[index].module.modules()
+        for (name, twin), original in zip(named_modules(self._modules[index]), originals, strict=False):
+            yield name, twin, original
+
+    def spoil(self, index: int) -> None:
+        """Have a twin rebuilt for the next call, since its layer has changed it."""
+        self._spoilt.add(index)
+
+    def _drop_hooks(self, index: int) -> None:
+        for _, parameter, _ in self._versions[index]:
+            for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                table: dict[int, object] | None = getattr(parameter, name, None)
+                if table:
+                    table.clear()
+
+    def bind(self, block: Block, memory: torch.Tensor) -> None:
+        """Point the twins' tensors of this block at device memory: (numel,)."""
+        for tensor, view in zip(block.tensors, block.layout.views(memory), strict=True):
+            self._tensors[id(tensor)].data = view
+
+    def attach(self, block: Block, sums: Sequence[torch.Tensor]) -> None:
+        """Set ``.grad`` of the block's device tensors to their sums; autograd adds there until `detach`.
+
+        Raises `TypeError` if one has a gradient already: a layer's forward made it, and nobody would add it.
+        """
+        if found := self.with_gradient(block):
+            raise TypeError(_GOT_GRADIENT.format(block, f"of shape {tuple(found[0].shape)}"))
+        for twin, gradient in zip(self.tensors(block), sums, strict=True):
+            # One that is frozen may stay in a trainable block for a while.
+            if twin.requires_grad:
+                twin.grad = gradient
+
+    def with_gradient(self, block: Block) -> list[torch.Tensor]:
+        """The block's device tensors that have a ``.grad``."""
+        return [twin for twin in self.tensors(block) if twin.grad is not None]
+
+    def detach(self, block: Block, sums: Sequence[torch.Tensor]) -> None:
+        """Remove ``.grad`` again; copy a gradient that autograd put elsewhere into its sum.
+
+        While a layer's forward runs, its parameters have no ``.grad``: torch could not compile it otherwise.
+        """
+        for twin, gradient in zip(self.tensors(block), sums, strict=True):
+            if twin.grad is not None and twin.grad is not gradient:
+                gradient.copy_(twin.grad)
+            twin.grad = None
+
+    def tensors(self, block: Block) -> list[torch.Tensor]:
+        """Return the block's device tensors, in its order."""
+        return [self._tensors[id(tensor)] for tensor in block.tensors]
+
+    def release(self, block: Block) -> None:
+        """Point the block's device tensors at empty memory, so that the block may be freed."""
+        dtype = block.layout.dtype
+        if dtype not in self._nothing:
+            self._nothing[dtype] = _nothing(dtype, self._device)
+        for twin in self.tensors(block):
+            twin.data = self._nothing[dtype]
+            # After a failure it may have one.
+            twin.grad = None
+        # Expanded weights may belong to this block.
+        self.expansions.forget()
+
+    def _built(self, layer: LayerState) -> torch.nn.Module:
+        twin = self._copy(layer)
+        if self._compiler is not None:
+            self._compiler.compile(twin)
+        return twin
+
+    def _copy(self, layer: LayerState) -> torch.nn.Module:
+        register_lazy_hooks(layer.module)
+        memo: dict[int, object] = {}
+        for block in layer.blocks:
+            for tensor in block.tensors:
+                memo[id(tensor)] = self._twin_tensor(tensor)
+        packed = packed_weights(layer.module)
+        memo |= {id(one): self._packed_twin(one).parameter for one in packed}
+        self._packed_in[layer.index] = [self._packed_twin(one) for one in packed]
+        for module in layer.module.modules():
+            for name in _HOOK_TABLES:
+                table: object = getattr(module, name)
+                memo[id(table)] = table if entrance_of(module) is None else OrderedDict[int, object]()
+        known = set(memo)
+        try:
+            found = copy.deepcopy(layer.module, memo)
+        except Exception as error:
+            raise TypeError(
+                f"layer {layer.index} ({type(layer.module).__name__}) cannot be copied to a device: copy.deepcopy "
+                f"raised {in_words(error)}; keep locks, files and streams out of layers"
+            ) from error
+        self._hidden[layer.index] = _hidden(memo, known)
+        return found
+
+    def _packed_twin(self, weight: PackedWeight) -> PackedTwin:
+        if id(weight) not in self._packed:
+            codes, scales = self._twin_tensor(weight.codes), self._twin_tensor(weight.scales)
+            self._packed[id(weight)] = PackedTwin(weight, codes, scales, self._device)
+        return self._packed[id(weight)]
+
+    def _twin_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._tensors:
+            self._tensors[id(tensor)] = _empty_like(tensor, self._device)
+        return self._tensors[id(tensor)]
+
+
+# Kind ("module", "parameter" or "buffer"), dotted name, object.
+_Part = tuple[str, str, object]
+_Table = Mapping[str, object]
+
+_WRITTEN = (
+    "layer {0} wrote its parameter {1!r} in forward, which changes only the device's copy; write it between "
+    "calls, or make it a buffer (an nn.Embedding writes its weight if it has max_norm: create it without)"
+)
+_GOT_GRADIENT = (
+    "{0} gave its parameter {1} a gradient in forward, as backward() does there; compute gradients inside a layer "
+    "by torch.autograd.grad, which adds them to no parameter"
+)
+_HOOKED = (
+    "layer {0} registered a hook on its parameter {1!r} in forward, which stays on the device's copy; register it "
+    "on a module, or change gradients in the step function"
+)
+_HIDDEN = (
+    "{0} holds a {1} of shape {2} that requires grad and is none of its parameters, as in a list or as a plain "
+    "tensor; backward trained a copy on the device that nobody reads. Make it an nn.Parameter of the layer, which "
+    "may be another layer's, too, and put modules that the layer uses into an nn.ModuleList"
+)
+
+
+def _hidden(memo: Mapping[int, object], known: set[int]) -> list[torch.Tensor]:
+    """Return the copies of tensors that require grad and that are none of the layer's parameters."""
+    # Deepcopy keeps a list of what it has copied, in its memo.
+    originals = cast("list[object]", memo.get(id(memo), []))
+    copies = (memo[id(one)] for one in originals if isinstance(one, torch.Tensor) and id(one) not in known)
+    return [one for one in copies if isinstance(one, torch.Tensor) and one.requires_grad]
+
+
+def _parts(module: torch.nn.Module) -> Iterator[_Part]:
+    """Yield all submodules, parameters and buffers of a module."""
+    for name, owner in named_modules(module):
+        for kind, table in _tables(owner).items():
+            for own, part in table.items():
+                yield kind, f"{name}.{own}" if name else own, part
+
+
+def _tables(owner: torch.nn.Module) -> dict[str, _Table]:
+    return {"module": owner._modules, "parameter": owner._parameters, "buffer": owner._buffers}  # pyright: ignore[reportPrivateUsage] - no public view has empty places
+
+
+def _content(owners: Iterable[torch.nn.Module]) -> list[object]:
+    """Return the names and object ids in the tables of all owners. Ids are valid only while the objects exist."""
+    return [(*table, *map(id, table.values())) for owner in owners for table in _tables(owner).values()]
+
+
+def _same(one: _Part, other: _Part) -> bool:
+    return one[1] == other[1] and one[2] is other[2]
+
+
+def _refusal(index: int, kind: str, name: str, *, was_there: bool) -> str:
+    if kind == "buffer" and was_there:
+        what, instead = "replaced its buffer", f"write it in place, as in self.{name}.copy_(new)"
+    else:
+        what, instead = f"added, replaced or removed its {kind}", "do that between calls"
+    return f"layer {index} {what} {name!r} in forward; {instead}"
+
+
+def _watched(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters whose version counters tell whether forward writes them."""
+    parametrized = {one for part in module.modules() if parametrizes_in_forward(part) for one in part.parameters()}
+    return ((name, one) for name, one in module.named_parameters() if one not in parametrized)
+
+
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    empty = _nothing(tensor.dtype, device)
+    if not isinstance(tensor, torch.nn.Parameter):
+        return empty
+    twin = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    if tensor.requires_grad:
+        twin.grad_dtype = sum_dtype(tensor.dtype)
+    vars(twin).update(vars(tensor))
+    return twin

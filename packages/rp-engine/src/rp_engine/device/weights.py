@@ -1,0 +1,330 @@
+"""A task's weights, gradient sums and buffers on its device, from upload to release."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from rp_optim.jobs import Outcome, wait_for_all
+from rp_transfer import Event, Ticket
+
+from rp_engine.device.replica import Twins
+from rp_engine.device.transfers import Delivery, bring, save
+from rp_engine.runtime.lane import Lane
+from rp_engine.state.block import Block, in_turn
+from rp_engine.state.gradient import sum_dtype
+from rp_engine.state.layers import LayerState
+from rp_engine.telemetry.layer_times import LayerTimes
+from rp_engine.telemetry.tracing import Tracer
+
+_LATE = (
+    "{} got a gradient after the backward pass had left it, when its gradients were on their way to the host: it "
+    "came in other parts than in the microbatch before. From now on they wait for the end of the backward pass; "
+    "drop those of this call (zero_grad) and make the call again. Layers must compute on their own device: keep "
+    "one that uses another device out of the model"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """What the tasks of a run on one device share: its lane, and the layers' copies there.
+
+    `frozen`: the ids of parameters whose gradients are dropped. `may_outlive`: the model may be gone before the
+    device has read its blocks, which are then kept until it has.
+    """
+
+    lane: Lane
+    twins: Twins
+    tracer: Tracer
+    frozen: frozenset[int] = frozenset()
+    may_outlive: bool = False
+
+
+class Weights:
+    """The blocks of one task, or of a part of it, on its device.
+
+    `turns` and `gradient_turns`: the tickets that the calling thread took for this task; gradients of blocks
+    without a ticket are dropped. `spare_bytes`: how much device memory gradient sums of earlier tasks may still
+    occupy while this one runs. `saved`: blocks, (numel,) on the host, that are uploaded instead of the model's.
+    `times`: measures their transfers; None: it does not.
+    """
+
+    def __init__(
+        self,
+        on: OnDevice,
+        turns: dict[Block, Ticket],
+        gradient_turns: dict[Block, Ticket],
+        *,
+        spare_bytes: int = 0,
+        times: LayerTimes | None = None,
+        saved: dict[Block, torch.Tensor] | None = None,
+    ) -> None:
+        self.on = on
+        self.saved = {} if saved is None else saved
+        self._times = times
+        self._spare_bytes = spare_bytes
+        self._tracer = on.tracer
+        self._lane = on.lane
+        self._device = on.lane.device
+        self._twins = on.twins
+        self.turns = turns
+        self._gradient_turns = gradient_turns
+        self._arriving: dict[Block, tuple[torch.Tensor, Outcome[Event]]] = {}
+        self._bound: dict[Block, torch.Tensor] = {}
+        self._addresses: set[int] = set()
+        self._trained: list[Block] = []
+        self._delivered: list[Block] = []
+        # Of each gradient, at the end of the last microbatch.
+        self._seen: dict[Block, list[int]] = {}
+        self._sums: dict[Block, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._written: set[Block] = set()
+
+    def prefetch(self) -> None:
+        """Queue uploads, in order, of the blocks whose turn is open; stop at the first that is not."""
+        for block, ticket in self.turns.items():
+            if block not in self._arriving:
+                if not ticket.open():
+                    return
+                self._send_for(block, ticket)
+
+    def upload(self) -> None:
+        """Queue uploads of the remaining blocks; the porter waits for their turns."""
+        for block, ticket in self.turns.items():
+            if block not in self._arriving:
+                self._send_for(block, ticket)
+
+    def _send_for(self, block: Block, ticket: Ticket) -> None:
+        stream = self._lane.inbox.stream
+        memory = self._device.empty((block.layout.numel,), block.layout.dtype, stream=stream)
+        arriving = self._lane.inbox.submit(
+            bring, self._lane.inbox, block, memory, ticket, self._times, self._tracer, self.saved.get(block)
+        )
+        self._arriving[block] = (memory, arriving)
+
+    def bind(self, layer: LayerState, *, training: bool) -> None:
+        """Make a layer ready to run: wait for its blocks and point its twin at them.
+
+        `training`: its gradients will be computed.
+        """
+        for block in layer.blocks:
+            if block in self._bound:
+                continue
+            memory, arriving = self._arriving[block]
+            with self._waiting(block):
+                self._device.compute.wait(arriving.result())
+            self._device.compute.touch(
+                read=(memory,), write=(memory,) if block.kind == "buffer" else (), what="weights"
+            )
+            self._twins.bind(block, memory)
+            self._bound[block] = memory
+            self._addresses.add(memory.untyped_storage().data_ptr())
+            if block.kind == "trainable" and training:
+                self._trained.append(block)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the memory of a bound block."""
+        return tensor.untyped_storage().data_ptr() in self._addresses
+
+    def _waiting(self, block: Block) -> AbstractContextManager[None]:
+        return self._tracer.waiting(self._device, "weights", "weights of {} to arrive", block)
+
+    def make_sums(self) -> None:
+        """Allocate the gradient sums, zero, of the blocks that are bound for training and have none yet."""
+        new = [block for block in self._trained if block not in self._sums and block not in self._delivered]
+        if new:
+            # As late as possible: sums of earlier tasks occupy device memory until they are downloaded.
+            with self._waiting_for_room():
+                self._lane.outbox.wait_for_room(self._spare_bytes)
+        for block in new:
+            self._sums[block] = self._zeros(block)
+
+    def _waiting_for_room(self) -> AbstractContextManager[None]:
+        return self._tracer.waiting(self._device, "memory", "the gradients before these to leave the device")
+
+    def _zeros(self, block: Block) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        layout = block.layout
+        memory = self._device.empty((layout.numel,), sum_dtype(layout.dtype), stream=self._device.compute)
+        memory.zero_()
+        # Views with a version counter each, which counts the additions to each gradient.
+        return memory, [view.data for view in layout.views(memory)]
+
+    @contextmanager
+    def adding(self) -> Generator[None]:
+        """Let autograd add gradients to the sums within the context."""
+        self.make_sums()
+        for block, (_, sums) in self._sums.items():
+            self._twins.attach(block, sums)
+        try:
+            yield
+        finally:
+            for block, (_, sums) in self._sums.items():
+                self._twins.detach(block, sums)
+        self._refuse_late()
+
+    def _refuse_late(self) -> None:
+        late = [block for block in self._delivered if self._twins.with_gradient(block)]
+        for block in late:
+            block.leaves_early = False
+        if late:
+            raise RuntimeError(_LATE.format(late[0]))
+
+    def all_sums(self) -> list[Block]:
+        """The blocks whose gradient sums are still on the device and are to be delivered."""
+        return in_turn(block for block in self._sums if block in self._gradient_turns)
+
+    def undelivered(self) -> dict[Block, Ticket]:
+        """The tickets of the blocks whose gradients were not delivered."""
+        return dict(self._gradient_turns)
+
+    # Buffers
+
+    def buffers(self, layer: LayerState) -> dict[Block, torch.Tensor]:
+        """The device memory of each of a layer's buffer blocks."""
+        return {block: self._bound[block] for block in layer.blocks if block.kind == "buffer"}
+
+    def versions(self, blocks: Iterable[Block]) -> dict[Block, list[int]]:
+        """The version counters of the tensors in these blocks."""
+        return {block: [twin._version for twin in self._twins.tensors(block)] for block in blocks}
+
+    def tensors(self, blocks: Iterable[Block]) -> tuple[torch.Tensor, ...]:
+        """The device tensors in these blocks."""
+        return tuple(twin for block in blocks for twin in self._twins.tensors(block))
+
+    def note_written(self, block: Block) -> None:
+        """Mark a buffer block as written: `return_buffers` downloads it at the end of the task."""
+        self._written.add(block)
+
+    @property
+    def has_written(self) -> bool:
+        """Whether any buffer was written."""
+        return bool(self._written)
+
+    def return_buffers(self) -> None:
+        """Download the buffers that were written, and leave the turns on those that layers may write."""
+        for block, ticket in self.turns.items():
+            if ticket.writes:
+                ticket.leave(self._return_buffer(block))
+
+    def _return_buffer(self, block: Block) -> Event:
+        memory, arriving = self._arriving[block]
+        if block not in self._written:
+            return arriving.result()
+        out = self._device.results_out
+        self._device.compute.touch(write=(memory,), what="buffers")
+        out.wait(self._device.compute.record())
+        with self._going_home(block):
+            for source, target in block.pieces(memory):
+                out.copy(target, source)
+        event = out.record()
+        self._lane.retainer.keep(event, memory, block.host_tensors())
+        return event
+
+    def _going_home(self, block: Block) -> AbstractContextManager[None]:
+        out = self._device.results_out
+        return self._tracer.on_stream(self._device, out, "download", "buffers of {}", block, nbytes=block.nbytes)
+
+    # Gradients
+
+    def note_microbatch(self) -> None:
+        """Count a finished microbatch's additions to each gradient; the next one is expected to add as many."""
+        for block in self._sums:
+            seen, before = self._counts(block)
+            self._seen[block] = seen
+            block.additions = [a - b for a, b in zip(seen, before, strict=True)]
+
+    def _counts(self, block: Block) -> tuple[list[int], list[int]]:
+        """Additions to each gradient of a block: now, and at the end of the microbatch before."""
+        now = [gradient._version for gradient in self._sums[block][1]]
+        return now, self._seen.get(block, [0] * len(now))
+
+    def complete_above(self, layer: int, layers: range) -> list[Block]:
+        """The blocks whose gradients are complete once the last backward through `layers` has reached `layer`.
+
+        Autograd runs nodes newest first, so the nodes of the layers above are done, except for those that an
+        earlier microbatch made, such as autocast's casts of weights. So a block also counts as complete only when
+        each gradient was added to as often as by the microbatch before, which may be another call's. A gradient
+        that got nothing there, such as an unused expert's, gives no such count: its block is left for the end of
+        the task, and with it those that wait for its memory.
+        """
+        found: list[Block] = []
+        for block in self.all_sums():
+            if all(user > layer for user in block.users if user in layers) and self._has_all(block):
+                found.append(block)
+            elif block.passes_gradients_on:
+                break
+        return found
+
+    def _has_all(self, block: Block) -> bool:
+        each = block.additions
+        if not block.leaves_early or not all(each):
+            return False
+        now, before = self._counts(block)
+        return now == [a + b for a, b in zip(before, each, strict=True)]
+
+    def deliver(self, blocks: Sequence[Block]) -> Delivery:
+        """Detach the gradient sums of these blocks and return the delivery that downloads them."""
+        self._device.compute.touch(write=[self._sums[block][0] for block in blocks], what="gradients")
+        for block in blocks:
+            self._twins.detach(block, self._sums[block][1])
+        written = {block: self._written_sums(block) for block in blocks}
+        # First: if it fails, the turns are still here.
+        made = self._device.compute.record()
+        chosen = [(block, *self._sums.pop(block)) for block in blocks]
+        sums = [(block, memory, written[block], self._gradient_turns.pop(block)) for block, memory, _ in chosen]
+        self._delivered += blocks
+        return Delivery(self._lane.outbox, made, sums, self._times, self._tracer)
+
+    def _written_sums(self, block: Block) -> set[int]:
+        """Return which gradients the task has summed; those of frozen parameters become zero, and are none."""
+        written = _written(self._sums[block][1])
+        for index in [index for index in written if id(block.tensors[index]) in self.on.frozen]:
+            self._sums[block][1][index].zero_()
+            written.remove(index)
+        return written
+
+    # The end
+
+    def release(self) -> None:
+        """Free all device memory once the compute stream has passed this point."""
+        for block in self._bound:
+            self._twins.release(block)
+        done = self._device.compute.record()
+        sums = [memory for memory, _ in self._sums.values()]
+        hosts = [block.host_tensors() for block in self._bound] if self.on.may_outlive else []
+        self._lane.retainer.keep(done, list(self._bound.values()), list(self._arriving.values()), sums, hosts)
+        self._bound, self._arriving, self._sums, self._trained = {}, {}, {}, []
+
+    def withdraw(self) -> None:
+        """Free all device memory, to begin again later; blocks whose turns are left already are saved first."""
+        self._stop_uploads()
+        # Recomputation sets buffers on the device.
+        now = self._device.compute.record()
+        for block, (memory, arriving) in self._arriving.items():
+            is_left = not self.turns[block].writes
+            if is_left and block not in self.saved and arriving.exception() is None:
+                saving = self._lane.outbox.submit(save, self._lane.outbox, memory, (arriving.result(), now))
+                self.saved[block] = saving.result()
+        self.release()
+
+    def _stop_uploads(self) -> None:
+        wait_for_all(arriving for _, arriving in self._arriving.values() if not arriving.cancel())
+
+    def abandon(self) -> None:
+        """Leave all turns after a failure; later turns still wait for the copies already queued."""
+        self._stop_uploads()
+        begun = (self._lane.inbox.stream.record(), self._device.results_out.record())
+        for ticket in self.tickets():
+            ticket.leave(*begun)
+        hosts = [block.host_tensors() for block in self._arriving]
+        self._lane.retainer.keep(begun[0], list(self._arriving.values()), hosts)
+
+    def tickets(self) -> Iterable[Ticket]:
+        """The tickets that the task itself must leave; a delivery leaves those it was given."""
+        yield from self.turns.values()
+        yield from self._gradient_turns.values()
+
+
+def _written(sums: Iterable[torch.Tensor]) -> set[int]:
+    return {index for index, gradient in enumerate(sums) if gradient._version}

@@ -1,0 +1,125 @@
+"""A reader's turn of a whole model between two steps, and the places that a checkpoint is loaded into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from rp_transfer import Kind, Ticket
+
+from rp_engine.peers.step import Results
+from rp_engine.state.block import Block
+from rp_engine.state.halves import can_split
+from rp_engine.state.model_state import ModelState
+from rp_engine.telemetry.tracing import OPTIMIZER, Tracer
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter or buffer of a model and where its values are.
+
+    `tensor`: the model's own. `value`: what calls read, of any strides. `master`: what optimizers update, if it is
+    trained and has one; on the meta device if another machine has it. `result`: what the last step made of it, in
+    its own dtype, if calls do not read that yet and all machines have it. `owner`: the machine that writes it
+    down. `is_master`: the value is the upper half of a master, here or on another machine, and so of its step.
+    """
+
+    tensor: torch.Tensor
+    kind: Kind
+    value: torch.Tensor
+    master: torch.nn.Parameter | None
+    result: torch.Tensor | None = None
+    owner: int = 0
+    is_master: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A whole model between two steps.
+
+    `is_behind`: calls do not read the last step's result yet, which the masters have. `has_gradients`: calls were
+    launched since the last step that leave some.
+    """
+
+    held: tuple[Held, ...]
+    is_behind: bool
+    has_gradients: bool
+
+
+class Capture:
+    """One model's turns as a reader of all blocks, taken at launch. For the rest see `Captured`."""
+
+    def __init__(
+        self,
+        state: ModelState,
+        blocks: dict[Block, Ticket],
+        *,
+        has_gradients: bool,
+        results: Results,
+    ) -> None:
+        self.state = state
+        self._results = results
+        self.is_behind = state.unpublished
+        self.has_gradients = has_gradients
+        self._blocks = blocks
+
+    def enter(self) -> None:
+        """Wait for all turns.
+
+        Raises `StepFailed` if the step before has failed.
+        """
+        for ticket in self._blocks.values():
+            ticket.enter()
+        self._results.wait()
+        self.state.health.refuse_without_result()
+        self.state.backend.host_touch(
+            read=[tensor for block in self._blocks for tensor in block.host_tensors()], what="a checkpoint"
+        )
+
+    def leave(self) -> None:
+        """Leave all turns that were not left yet."""
+        for ticket in self._blocks.values():
+            ticket.leave()
+
+
+def held_by(states: Iterable[ModelState], *, is_behind: bool = False) -> Iterator[Held]:
+    """All tensors of these models that are in blocks. `is_behind`: see `Captured`."""
+    for state in states:
+        for block in state.blocks:
+            # A parameter that was frozen later keeps a master that nothing uses.
+            masters = state.masters if block.kind == "trainable" else {}
+            is_gathered = state.shards.is_divided and is_behind and block.back is not None
+            results = block.back_values if is_gathered else [None] * len(block.values)
+            for tensor, value, result in zip(block.tensors, block.values, results, strict=True):
+                owner = state.shards.owner(tensor) if block.kind == "trainable" else 0
+                is_master = state.options.master == "split" and block.back is None and can_split(value)
+                yield Held(tensor, block.kind, value, masters.get(tensor), result, owner, is_master)
+
+
+def run_capture(
+    name: str, captures: Sequence[Capture], read: Callable[[Callable[[], Captured]], None], tracer: Tracer
+) -> None:
+    """Have `read` called, on the optimizer's thread; the next step, and publications, wait until it returns.
+
+    Its argument waits for the turns and returns the model as the steps before have left it. It may raise
+    `StepFailed`.
+    """
+    try:
+        with tracer.on_host(OPTIMIZER, "wait", f"checkpoint of {name}", reason="checkpoint"):
+            read(partial(_entered, captures))
+    finally:
+        for capture in captures:
+            capture.leave()
+
+
+def _entered(captures: Sequence[Capture]) -> Captured:
+    for capture in captures:
+        capture.enter()
+    is_behind = any(capture.is_behind for capture in captures)
+    return Captured(
+        tuple(held_by((capture.state for capture in captures), is_behind=is_behind)),
+        is_behind=is_behind,
+        has_gradients=any(capture.has_gradients for capture in captures),
+    )

@@ -1,0 +1,406 @@
+"""One model's parameters on the host between calls and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+from weakref import WeakSet
+
+import torch
+from rp_optim.jobs import Outcome
+from rp_sched import Task
+from rp_transfer import Ticket
+from torch import nn
+
+from rp_engine.engine.capture import Capture
+from rp_engine.engine.host_gradients import HostGradients
+from rp_engine.engine.memory.memory_check import HostMemoryCheck
+from rp_engine.engine.under_way import Launched, UnderWay
+from rp_engine.errors import AloneOnly, add_note, in_words
+from rp_engine.optimizer.model_step import ModelStep
+from rp_engine.optimizer.updates import Updates
+from rp_engine.runtime.runtime import Runtime
+from rp_engine.runtime.tickets import Take, own_turn
+from rp_engine.state.block import Block
+from rp_engine.state.model_state import HostOptions, ModelState
+from rp_engine.state.modules.ownership import Claim
+from rp_engine.telemetry.tracing import Tracer
+
+
+class Forward(Protocol):
+    """A forward whose backward may still come."""
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a backward pass through it is still possible."""
+        ...
+
+
+class Observer(Protocol):
+    """Receives notice of changes on the host; implemented by the owner of the layers' device copies."""
+
+    def note_over(self, work: Launched) -> None:
+        """This work has ended."""
+        ...
+
+    def note_altered(self) -> None:
+        """Plain attributes of the layers have changed."""
+        ...
+
+    def note_rebuilt(self) -> None:
+        """The blocks were rebuilt."""
+        ...
+
+
+class HostParameters:
+    """One model's parameters on the host, current and ready for the next call or step.
+
+    Call every method but `masters` on the launcher's thread, between calls and steps. `predicted_bytes`: device
+    memory predicted for the last call; None if unknown. `read_delay`: steps launched before the last call whose
+    results it does not read.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        modules: Callable[[], Sequence[nn.Module]],
+        runtime: Runtime,
+        options: HostOptions,
+        observer: Observer | None = None,
+    ) -> None:
+        self.name = name
+        self.predicted_bytes: int | None = None
+        self.read_delay = 0
+        self._runtime = runtime
+        self._modules = modules
+        self._observer = observer
+        runtime.refuse_forked()
+        self._claim = Claim(name)
+        self._claim.take(modules())
+        self.memory_check = HostMemoryCheck(name, runtime)
+        _refuse_consuming(runtime, options)
+        self.state, self.shared = runtime.peers.wrap(
+            f"wrapping model {name!r}", lambda: self._build(modules(), options)
+        )
+        runtime.states.add(self.state)
+        self.gradients = HostGradients(name, self.state, runtime, self.shared)
+        self._updates = Updates(name, self.state, runtime)
+        self._under_way = UnderWay(self._note_over)
+        self._forwards: WeakSet[Forward] = WeakSet()
+
+    def _build(self, modules: Sequence[nn.Module], options: HostOptions) -> ModelState:
+        check_wrapping = partial(
+            self.memory_check.check_wrapping,
+            options=options,
+            in_training_mode=any(module.training for module in modules),
+        )
+        shards = self._runtime.peers.shards()
+        return ModelState(self.name, self._runtime.backend, modules, options, check_wrapping, shards)
+
+    def check_call(self, tasks: Sequence[Task], activations: int, *, is_measured: bool) -> None:
+        """Raise `HostMemoryShort` if what these tasks leave on the host does not fit."""
+        additions = self.gradients.additions + self.gradients.added_by(tasks)
+        self.memory_check.check_call(self.state, additions, activations, is_measured=is_measured)
+        self.gradients.additions = additions
+
+    def masters(self) -> Mapping[torch.Tensor, nn.Parameter]:
+        """Return the master weight of each trainable parameter."""
+        # A step function sees the parameters that existed at its launch.
+        if not self._runtime.optimizer.is_current() and (self._has_changed() or self._is_regrouping_due()):
+            self._runtime.launch(partial(self.get_ready, training=False))
+        self.state.make_masters()
+        return self.state.masters
+
+    def has_trained(self) -> bool:
+        """Return whether any parameter of the layers requires grad now."""
+        return any(parameter.requires_grad for module in self._modules() for parameter in module.parameters())
+
+    def is_training(self) -> bool:
+        """Return whether any module of the layers is in training mode now, so that a call draws a seed."""
+        return any(one.training for module in self._modules() for one in module.modules())
+
+    # One model's share of the methods of `WholeModel`
+
+    def begin_consuming(self) -> None:
+        """Wait for all work, and drop what is left of earlier calls, before one in which the optimizer steps."""
+        self.drain()
+        self.raise_late_errors()
+        if self.state.health.has_whole_step:
+            # What a failed call has left that no step has read.
+            self.gradients.drop()
+
+    def prepare_step(self, take: Take, *, is_async: bool) -> ModelStep:
+        """Take a step's turns."""
+        self.gradients.note_stepped()
+        return self._updates.prepare(take, is_async=is_async)
+
+    def prepare_consuming(self, take: Take, gradients: Mapping[Block, Ticket]) -> ModelStep:
+        """Take the turns of a step during a call, which has taken those on `gradients`."""
+        self.gradients.note_stepped()
+        return self._updates.prepare(take, is_async=False, gradients=gradients)
+
+    def prepare_capture(self, take: Take) -> Capture:
+        """Take a reader's turn of all blocks, after taking over what was written outside."""
+        self.raise_late_errors()
+        self.state.health.refuse_failed_step()
+        self.refresh()
+        blocks = {block: take(block.turns, write=False) for block in self.state.blocks}
+        has_gradients = bool(self.gradients.additions)
+        return Capture(self.state, blocks, has_gradients=has_gradients, results=self._updates.results)
+
+    def submit_step(self, job: Callable[[Tracer], None]) -> Outcome[None]:
+        """Queue a step's job."""
+        return self._updates.submit(job)
+
+    def share_steps(self, other: HostParameters) -> None:
+        """Step both models together from now on."""
+        self._updates.share(other._updates)
+        self.state.is_part = other.state.is_part = True
+
+    def drain(self) -> None:
+        """Wait for all steps and tasks launched before."""
+        self._updates.wait()
+        for line in self.state.lines():
+            with own_turn(line, write=True):
+                pass
+
+    def publish(self) -> None:
+        """Publish the last step's result, if calls do not read it yet, and wait until it is published."""
+        if self.state.unpublished:
+            kind = f"publishing the weights of model {self.name!r} (synchronize or the like)"
+            with self._runtime.peers.telling(kind):
+                self.get_ready(training=False)
+            self.shared.same(kind)
+        else:
+            self.get_ready(training=False)
+        self._updates.publish()
+        self._updates.wait()
+        self.raise_late_errors()
+
+    def show_gradients(self) -> None:
+        """Wait for all gradients, then set ``.grad`` on every trainable parameter."""
+        self._settle()
+        # Runs may have ended only now: raise their errors, and drop the references to them and their memory.
+        self.raise_late_errors()
+        self.gradients.show()
+
+    def drop_gradients(self) -> None:
+        """Wait for all gradients, then drop them."""
+        self._settle()
+        self.gradients.drop_all()
+
+    def reset(self) -> None:
+        """Drop gradients, pending errors and a failed step's result; keep the published weights."""
+        self._settle()
+        self._late_errors()
+        self.gradients.drop_all()
+        self.state.health.refuse_torn()
+        self._forget_failed_step()
+
+    def make_current(self) -> None:
+        """Wait for all work and publish the last result, so that the caller may write the weights."""
+        self.drain()
+        self._late_errors()
+        self.shared.same(f"loading a state into model {self.name!r}")
+        self._updates.publish()
+        self._updates.wait()
+
+    def take_over(self) -> None:
+        """Update the masters from weights that the caller has written."""
+        self.refresh()
+        self._forget_failed_step()
+        self.state.health.forget_mixed()
+
+    def restored(self, *, is_behind: bool) -> None:
+        """Drop gradients and go on from the values that the caller wrote. `is_behind`: see `Captured`."""
+        self.gradients.drop_all()
+        for block in self.state.trainable:
+            block.complete = {}
+        self.state.unpublished = is_behind and bool(self.state.trainable)
+        if not self.state.has_results_apart():
+            self.state.unpublished = False
+        self.state.health.forget_step()
+        self.state.health.forget_mixed()
+        self.state.note_changed("a state was loaded")
+
+    def settle_weights(self) -> None:
+        """Publish the last step's result, if calls do not read it yet, and wait for all who write weights.
+
+        On several machines wait for the result, without a word to the others: see `results`.
+        """
+        self.raise_late_errors()
+        self.state.health.refuse_mixed()
+        if self.state.unpublished and self._runtime.peers.is_alone:
+            self.publish()
+        self.results()
+        for block in self.state.blocks:
+            with own_turn(block.turns, write=False):
+                self.state.backend.host_touch(read=block.host_tensors(), what="a state dict")
+        # A step that goes on after Ctrl-C may have failed meanwhile.
+        self.state.health.refuse_mixed()
+
+    def results(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return, on several machines, the last step's result of each parameter if calls do not read it yet.
+
+        Other machines need not ask. Raises `AloneOnly` if this machine does not have it before all publish it.
+        """
+        if not self.state.unpublished:
+            return {}
+        self._updates.wait()
+        self.raise_late_errors()
+        if not self.state.health.has_whole_step:
+            # Calls read the weights of the step before, which are whole.
+            return {}
+        if self._has_changed() or self._is_regrouping_due():
+            raise AloneOnly(
+                f"tensors of model {self.name!r} were added, replaced or frozen while a step's result is not "
+                "published yet, which all machines do together: call synchronize() on all of them first"
+            )
+        self.refresh()
+        return self._updates.results.apart()
+
+    def _forget_failed_step(self) -> None:
+        if not self.state.health.has_whole_step:
+            self.state.health.forget_step()
+            self.state.unpublished = False
+            self.set_masters(self.state.trainable_tensors())
+
+    # Before a call or a step
+
+    def get_ready(self, *, training: bool, regroups: bool = True) -> None:
+        """Raise errors of earlier work, and take over changes made outside the engine.
+
+        `training`: also refuse to continue after a failed step or with incomplete gradients. `regroups`: see
+        `refresh`.
+        """
+        self.raise_late_errors()
+        self.state.health.refuse_mixed()
+        if training:
+            self.state.health.refuse_half_made()
+        self.gradients.collect()
+        self.refresh(regroups=regroups)
+        self.state.note_flags()
+        if self.state.note_attributes() and self._observer is not None:
+            self._observer.note_altered()
+
+    def note_read(self) -> None:
+        """Record which step's weights the call that is launched now reads; call it after `get_ready`."""
+        self.read_delay = int(self.state.unpublished)
+
+    def raise_late_errors(self) -> None:
+        """Raise the first error of work that has ended since this was last called; the others are notes on it."""
+        errors = self._late_errors()
+        for another in errors[1:]:
+            add_note(errors[0], f"RoundPipe: another error was {in_words(another)}")
+        if errors:
+            raise errors[0]
+
+    def follow(self, work: Launched) -> None:
+        """Track this work: if it fails after the launching call has returned, a later call raises its error."""
+        self._under_way.follow(work)
+
+    def _late_errors(self) -> list[BaseException]:
+        return self._under_way.errors() + self._updates.errors()
+
+    def _note_over(self, work: Launched) -> None:
+        if self._observer is not None:
+            self._observer.note_over(work)
+
+    def check_version(self, version: int) -> None:
+        """Raise `Stale` if the weights are no longer those of `version`."""
+        self.state.refuse_stale(version)
+
+    def expect_backward(self, forward: Forward) -> None:
+        """Keep the blocks that this forward's backward trains, for as long as it may come."""
+        self._forwards.add(forward)
+
+    def refresh(self, *, regroups: bool = True) -> None:
+        """Take over changes of modules and weights made outside the engine.
+
+        `regroups`: also move parameters that were frozen or unfrozen to blocks of their kind. A call that trains
+        needs that. One without gradients does not, and a backward uses its forward's flags: so code that freezes
+        adapters for a reference pass moves nothing.
+        """
+        written = self.state.written_outside()
+        changed = self._has_changed()
+        if changed:
+            self.drain()
+            written += self.state.moved_outside()
+        if written:
+            self._updates.wait()
+            self.set_masters(written)
+            self.shared.note_written(written)
+        if changed:
+            self._rebuild()
+            self.state.note_changed("modules, parameters or buffers were added, replaced, removed or moved")
+        elif written:
+            # An earlier forward read other weights than its backward would.
+            self.state.note_changed("weights were written or loaded by code outside of the engine")
+        if regroups and not changed:
+            self._regroup()
+
+    def _is_regrouping_due(self) -> bool:
+        return bool(self.state.frozen() or self.state.unfrozen())
+
+    def _regroup(self) -> None:
+        """Move parameters that were frozen or unfrozen to blocks of their kind.
+
+        While frozen ones may still get gradients, or have some that no step has read, all blocks stay but those of
+        which a parameter was unfrozen. So no step's result must be published for that, and earlier forwards can
+        still go backward.
+        """
+        if not self._is_regrouping_due():
+            return
+        self.drain()
+        unfrozen = self.state.unfrozen()
+        if not self._keeps_frozen():
+            self._rebuild()
+            self.state.note_changed("requires_grad of parameters was changed, for which blocks were rebuilt,")
+        elif unfrozen:
+            self._rebuild([block for block in self.state.blocks if block not in unfrozen])
+
+    def _keeps_frozen(self) -> bool:
+        """Whether parameters that were frozen stay in trainable blocks; the same on all machines."""
+        if not self._runtime.peers.is_alone or self.state.options.steps_in_backward:
+            return False
+        if any(forward.awaits_backward for forward in self._forwards):
+            return True
+        return any(block.gradient is not None and i in block.gradient.written for block, i in self.state.frozen())
+
+    def _rebuild(self, kept: Sequence[Block] = ()) -> None:
+        """Rebuild all blocks but those `kept` over the layers' current tensors; nobody may use the old ones."""
+        # A parameter that is no longer trained would never receive the last step's result.
+        if self.state.unpublished:
+            self.shared.same(f"rebuilding model {self.name!r}, whose tensors changed")
+        if not kept:
+            self._updates.publish()
+        self._updates.wait()
+        self._claim.take(self.state.modules)
+        self.state.rebuild(lambda groups, _: self.memory_check.check_rebuilding(self.state, groups), kept)
+        self.gradients.keep_additions(kept)
+        if self._observer is not None:
+            self._observer.note_rebuilt()
+
+    def _has_changed(self) -> bool:
+        self.state.modules = tuple(self._modules())
+        return self.state.changed()
+
+    def set_masters(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Set the masters of these parameters from their weights."""
+        for tensor in tensors:
+            self.state.set_master(tensor)
+        self._updates.results.take_over(tensors)
+
+    def _settle(self) -> None:
+        self.drain()
+        for lane in self._runtime.lanes:
+            lane.settle()
+
+
+def _refuse_consuming(runtime: Runtime, options: HostOptions) -> None:
+    if options.steps_in_backward:
+        runtime.peers.refuse(
+            f"step_in_backward=True is for one machine, but there are {runtime.peers.size}, which add their "
+            "gradients before a step reads them; leave it out"
+        )

@@ -1,0 +1,200 @@
+"""The runs of one model's calls: planned, started, and learned from when they are over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from rp_sched import Mode, Task
+from torch import nn
+
+from rp_engine.device.compiling import CompileOptions, Compiler
+from rp_engine.device.packet import Packet
+from rp_engine.device.randomness import Randomness, draw_seed
+from rp_engine.device.replica import Twins
+from rp_engine.engine.host_parameters import HostParameters
+from rp_engine.engine.memory.boundaries import Boundaries
+from rp_engine.engine.step_during import StepDuring
+from rp_engine.engine.under_way import Launched
+from rp_engine.errors import DeviceMemoryWarning
+from rp_engine.execution.autograd import Gradients
+from rp_engine.execution.batch import Batch
+from rp_engine.execution.call import Aside, Call, LossFn, Streams
+from rp_engine.execution.run import Run
+from rp_engine.peers.call import Numbers
+from rp_engine.planning.planner import Planner
+from rp_engine.runtime.runtime import Runtime
+from rp_engine.settings.run_config import RoundPipeRunConfig
+from rp_engine.state.model_state import HostOptions
+from rp_engine.user_warnings import warn_user
+
+# In one of so many training calls, what layers recompute is compared with what their forward gave.
+_COMPARED_EACH = 64
+
+
+class Runs:
+    """Plans tasks for a batch and its settings, then starts a run, which decides nothing more.
+
+    `host`: the model's state on the host, whose `Observer` this is. `planner`: plans by what earlier runs took.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        modules: Callable[[], Sequence[nn.Module]],
+        runtime: Runtime,
+        options: HostOptions,
+        compile_options: CompileOptions | None,
+    ) -> None:
+        self._name = name
+        self._runtime = runtime
+        self.host = HostParameters(name, modules, runtime, options, self)
+        state, memory_check = self.host.state, self.host.memory_check
+        self.planner = Planner(name, state, runtime, partial(memory_check.has_room_for_pairs, state))
+        self._boundaries = Boundaries(self.host.state.layers)
+        self._compiler = None if compile_options is None else Compiler(compile_options, len(runtime.lanes))
+        self._twins = self._new_twins()
+
+    def start(
+        self,
+        mode: Mode,
+        batch: Batch,
+        config: RoundPipeRunConfig,
+        loss_fn: LossFn | None = None,
+        *,
+        keep: bool = True,
+        numbers: Numbers | None = None,
+        step: StepDuring | None = None,
+    ) -> Run:
+        """Start the run of a call. `step`: an optimizer's, which takes the gradients as they arrive."""
+        tasks = self.planner.tasks(config, mode, batch.size, input_grads=bool(batch.inputs))
+        self._admit(mode, tasks, batch, keeps_outputs=keep)
+        call = self._call(mode, batch, config, loss_fn, keep=keep, numbers=numbers)
+        run = self._followed(call, tasks, batch)
+        if mode == "train":
+            self.host.expect_backward(run)
+        run.start(self.planner.watch(config, mode, batch.size, run.first_tasks))
+        if step is not None:
+            # At once: tasks wait until it has read the gradients of those before them.
+            step.launch(run.step_turns)
+        return run
+
+    def start_aside(self, batch: Batch, config: RoundPipeRunConfig, aside: Aside) -> Run:
+        """Start the run of an inference call from which no plan learns."""
+        tasks = self.planner.tasks_aside(config, batch.size)
+        self._admit("infer", tasks, batch, keeps_outputs=aside.view is None)
+        call = replace(self._call("infer", batch, config, None, keep=True, numbers=None), aside=aside)
+        run = self._followed(call, tasks, batch)
+        run.start(None)
+        return run
+
+    def _admit(self, mode: Mode, tasks: Sequence[Task], batch: Batch, *, keeps_outputs: bool) -> None:
+        """Check that host memory suffices for a call that reads the weights."""
+        self.host.predicted_bytes = self.planner.predicted_bytes
+        self.host.gradients.keep_divided_apart(tasks)
+        self._check_host_memory(mode, tasks, batch, keeps_outputs=keeps_outputs)
+        self.host.note_read()
+
+    def _followed(self, call: Call, tasks: Sequence[Task], batch: Batch) -> Run:
+        run = Run(call, tasks, batch, self._runtime, self._twins)
+        self.host.follow(run)
+        return run
+
+    def start_backward(
+        self,
+        run: Run,
+        batch: Batch,
+        config: RoundPipeRunConfig,
+        outputs: Sequence[Packet],
+        grads: Gradients,
+        streams: Streams,
+    ) -> None:
+        """Start the backward tasks of a run. `outputs`, `grads`, `streams`: see `Run.backward`."""
+        self.host.check_call(run.later_tasks, 0, is_measured=True)
+        self.host.follow(run)
+        run.backward(outputs, grads, streams, self.planner.watch(config, "train", batch.size, run.later_tasks))
+
+    def _check_host_memory(self, mode: Mode, tasks: Sequence[Task], batch: Batch, *, keeps_outputs: bool) -> None:
+        # The pool of several models tells of none of them.
+        if self._runtime.backend.abilities.pools_host_memory and len(self._runtime.states) == 1:
+            self._boundaries.note(self.host.memory_check.pool_bytes())
+        expected = self._boundaries.expect(tasks, batch.size, keeps_outputs=keeps_outputs)
+        # The backward of a forward may never be called: its gradients are checked when it is.
+        adding = tasks if mode == "fused" else ()
+        self.host.check_call(adding, expected.nbytes, is_measured=expected.is_measured)
+        self._boundaries.note_launched(expected)
+
+    def _call(
+        self,
+        mode: Mode,
+        batch: Batch,
+        config: RoundPipeRunConfig,
+        loss_fn: LossFn | None,
+        *,
+        keep: bool,
+        numbers: Numbers | None,
+    ) -> Call:
+        state, with_grad = self.host.state, mode != "infer"
+        compares = with_grad and state.num_runs % _COMPARED_EACH == _COMPARED_EACH // 2
+        if compares:
+            # Also whether layers draw from Python's generators is looked at anew.
+            state.habits = replace(state.habits, not_drawing=set(), sources={})
+        random = with_grad or any(flag for flags in state.flags for flag in flags)
+        randomness = None
+        if random and config.preserve_rng_state is not False:
+            numbers = numbers or Numbers(0, draw_seed())
+            randomness = Randomness(numbers.seed, len(state.layers), state.habits, numbers.first)
+        return Call(
+            name=self._name,
+            mode=mode,
+            state=state,
+            flags=state.flags,
+            with_grad=with_grad,
+            grain=config.recompute_grain or "stage",
+            is_planned=config.execute_plan is None,
+            num_microbatches=batch.size.microbatches,
+            randomness=randomness,
+            autocast=batch.autocast,
+            spare_bytes=self.planner.spare_bytes,
+            loss_fn=loss_fn,
+            keep_outputs=keep,
+            waits=config.merge_output is not False,
+            habits=state.habits,
+            compares=compares and randomness is not None,
+            first_microbatch=0 if numbers is None else numbers.first,
+        )
+
+    # Notices of changes on the host: see `Observer`
+
+    def note_over(self, work: Launched) -> None:
+        """Give what was measured of a run and of its layers to the planner; tell of memory that ran out."""
+        if not isinstance(work, Run) or work.call.aside is not None:
+            return
+        self.planner.note_shortages([shortage.task for shortage in work.shortages], work.size)
+        if not work.aborted:
+            for times in work.take_times():
+                self.planner.take(times, is_whole=not work.shortages)
+            if not work.shortages:
+                self.planner.log.note(work.call.mode, work.call.num_microbatches, work.span)
+        warn_of_shortages(work)
+
+    def note_altered(self) -> None:
+        """Replace the device copies of the layers."""
+        self._twins = self._new_twins()
+
+    def note_rebuilt(self) -> None:
+        """Replace the device copies of the layers, and discard plans made for the old layers."""
+        self._twins = self._new_twins()
+        self.planner.forget()
+        self._boundaries = Boundaries(self.host.state.layers)
+
+    def _new_twins(self) -> list[Twins]:
+        layers, compiler = self.host.state.layers, self._compiler
+        return [Twins(lane.device.torch_device, layers, compiler) for lane in self._runtime.lanes]
+
+
+def warn_of_shortages(run: Run) -> None:
+    """Issue a `DeviceMemoryWarning` if tasks of the run ran out of device memory and were run in parts."""
+    if not run.aborted and (words := run.explain_shortages()) is not None:
+        warn_user(words, DeviceMemoryWarning)

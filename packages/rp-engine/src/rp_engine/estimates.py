@@ -1,0 +1,44 @@
+"""What foresees a model's memory and times before it runs: for plans, refusals and tables."""
+
+from rp_engine.device.memory.call_size import rows_of
+from rp_engine.engine.memory.boundaries import held_at_once
+from rp_engine.engine.memory.forecast import MemoryForecast
+from rp_engine.engine.memory.host_bytes import HostBytes, needed_by
+from rp_engine.engine.memory.memory_check import SECOND_BLOCKS_SHARE, HostMemoryCheck
+from rp_engine.planning.microbatches import counts_of, fastest
+from rp_engine.planning.pricing import FORWARD_PART, LAUNCH_MS, USABLE, gradient_itemsize, in_place
+from rp_engine.planning.probe import probe
+from rp_engine.runtime.host_limit import current_limit, parse_bytes
+from rp_engine.runtime.runtime import num_cores
+from rp_engine.state.shards import Owners, Shards, Undivided
+from rp_engine.telemetry.measurements import Rates
+from rp_engine.telemetry.tables import readable_bytes
+
+# Its name in 0.1.0.
+Foresight = HostMemoryCheck
+
+__all__ = [
+    "FORWARD_PART",
+    "LAUNCH_MS",
+    "SECOND_BLOCKS_SHARE",
+    "USABLE",
+    "HostBytes",
+    "HostMemoryCheck",
+    "MemoryForecast",
+    "Owners",
+    "Rates",
+    "Shards",
+    "Undivided",
+    "counts_of",
+    "current_limit",
+    "fastest",
+    "gradient_itemsize",
+    "held_at_once",
+    "in_place",
+    "needed_by",
+    "num_cores",
+    "parse_bytes",
+    "probe",
+    "readable_bytes",
+    "rows_of",
+]

@@ -1,0 +1,178 @@
+"""The settings of one call, read by all its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rp_sched import Mode, Task
+
+from rp_engine.context import stepping_in_backward
+from rp_engine.device.packet import Packet
+from rp_engine.device.randomness import Randomness
+from rp_engine.execution.losses import LossesSeen
+from rp_engine.habits import Habits
+from rp_engine.settings.run_config import Grain
+from rp_engine.state.model_state import ModelState
+
+LossFn = Callable[[Any, Any], torch.Tensor | Sequence[torch.Tensor]]
+View = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The caller's autocast settings for one kind of device."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+
+    @classmethod
+    def current(cls, device_types: Iterable[str]) -> tuple[Autocast, ...]:
+        """The calling thread's settings for the host and for these types of devices."""
+        return tuple(
+            cls(
+                kind,
+                torch.is_autocast_enabled(kind),
+                torch.get_autocast_dtype(kind),
+                torch.is_autocast_cache_enabled(),
+            )
+            for kind in dict.fromkeys(("cpu", *device_types))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """The CUDA streams on which a caller's tensors were computed; reading on them needs no further wait."""
+
+    streams: tuple[torch.cuda.Stream, ...]
+
+    @classmethod
+    def current(cls, leaves: Iterable[Any]) -> Streams:
+        """The calling thread's current stream on each device that holds one of the tensors among these."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda)
+        return cls(tuple(map(torch.cuda.current_stream, devices)))
+
+    @contextmanager
+    def current_here(self) -> Generator[None]:
+        """Make them this thread's current streams inside the context."""
+        with ExitStack() as stack:
+            for stream in self.streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """How far a recomputation is from its forward: `packet` has the norms of the difference and of the output.
+
+    `least`: the relative difference that counts.
+    """
+
+    layer: int
+    microbatch: int
+    least: float
+    packet: Packet
+
+
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """What tells a call that is only to show what a model computes: plans do not learn from it.
+
+    `view`: makes of the model's output, on its device, what leaves that instead; None: the output leaves it.
+    """
+
+    view: View | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One training or inference call.
+
+    `flags`: the `training` flags of each layer's modules at launch. `randomness`: None if the call does not seed
+    random numbers. `spare_bytes`: the memory left free on each device while the call runs. `waits`: whether the
+    caller waits until the results are on the host. `first_microbatch`: the number of this machine's first one.
+    `habits`: what layers were seen to do when the call was launched. `compares`: whether what layers recompute is
+    compared with what forward gave, which `recomputed` tells when the call is over. `aside`: None for a call
+    of the user's.
+    """
+
+    name: str
+    mode: Mode
+    state: ModelState
+    flags: tuple[tuple[bool, ...], ...]
+    with_grad: bool
+    grain: Grain
+    is_planned: bool
+    num_microbatches: int
+    randomness: Randomness | None
+    autocast: tuple[Autocast, ...]
+    spare_bytes: int = 0
+    loss_fn: LossFn | None = None
+    keep_outputs: bool = False
+    waits: bool = True
+    first_microbatch: int = 0
+    habits: Habits = field(default_factory=Habits)
+    compares: bool = False
+    aside: Aside | None = None
+    recomputed: list[Recomputed] = field(default_factory=list[Recomputed])
+    losses_seen: LossesSeen = field(default_factory=LossesSeen)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the model."""
+        return len(self.state.layers)
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether backward tasks recompute one layer at a time."""
+        return self.grain == "layer"
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether its microbatches are a share of those that several machines divide."""
+        return self.state.shards.is_divided and (self.mode != "infer" or self.loss_fn is not None)
+
+    def computes_loss(self, task: Task) -> bool:
+        """Whether a task of this call computes the loss: the one that runs the last layer, if there is a loss.
+
+        Without gradients that is a forward task, which passes no outputs on unless the caller wants them.
+        """
+        return self.loss_fn is not None and task.runs_forward and task.layers.stop == self.num_layers
+
+    def view_of(self, layer: int) -> View | None:
+        """What is made of a layer's output instead of carrying it on; None if that crosses a boundary itself."""
+        is_last = layer + 1 == self.num_layers
+        return self.aside.view if self.aside is not None and is_last else None
+
+    @contextmanager
+    def ambience(self) -> Generator[None]:
+        """Apply the caller's grad mode and autocast settings to a worker thread."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.with_grad))
+            for setting in self.autocast:
+                if setting.enabled:
+                    stack.enter_context(
+                        torch.autocast(setting.device_type, setting.dtype, cache_enabled=setting.cache)
+                    )
+            if self.state.options.steps_in_backward and self.mode == "fused":
+                stack.enter_context(stepping_in_backward())
+            yield
+
+    @contextmanager
+    def without_autocast(self) -> Generator[None]:
+        """Turn autocast off, for backward, as PyTorch advises: forward has chosen the dtypes already."""
+        with ExitStack() as stack:
+            for setting in self.autocast:
+                if setting.enabled:
+                    stack.enter_context(torch.autocast(setting.device_type, enabled=False))
+            yield
+
+    def where(self, layer: int) -> str:
+        """Name a layer in words: its index and type."""
+        return str(self.state.layers[layer])

@@ -1,0 +1,35 @@
+"""The least precise dtype in which a layer computes: what two runs of it may differ by on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rp_engine.execution.call import Autocast
+
+
+def least_precise(
+    module: torch.nn.Module, autocast: Sequence[Autocast], device_type: str, *, rounds_fp32: bool = False
+) -> torch.dtype:
+    """The least precise dtype of a layer's parameters and of the autocast that it runs under.
+
+    fp32 counts as fp16 where products may round their inputs (TF32): on devices with `rounds_fp32` all of them if
+    torch is told so, those of convolutions and recurrent layers by default.
+
+    >>> least_precise(torch.nn.Linear(2, 2).bfloat16(), (), "cpu")
+    torch.bfloat16
+    """
+    of_parameters = (one.dtype for one in module.parameters() if one.dtype.is_floating_point)
+    of_autocast = (each.dtype for each in autocast if each.enabled and each.device_type == device_type)
+    found = max((torch.float32, *of_parameters, *of_autocast), key=lambda dtype: torch.finfo(dtype).eps)
+    if found != torch.float32 or not rounds_fp32:
+        return found
+    rounds = torch.backends.cuda.matmul.allow_tf32 or (torch.backends.cudnn.allow_tf32 and _may_use_cudnn(module))
+    return torch.float16 if rounds else found
+
+
+def _may_use_cudnn(module: torch.nn.Module) -> bool:
+    # Weights of convolutions have three dimensions or more, also where a function convolves.
+    is_recurrent = any(isinstance(each, torch.nn.RNNBase) for each in module.modules())
+    return is_recurrent or any(one.ndim > 2 for one in module.parameters())

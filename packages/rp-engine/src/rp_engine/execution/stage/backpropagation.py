@@ -1,0 +1,132 @@
+"""Backpropagation through the layers of a task: their graph, the backward pass, and gradients that leave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import rp_batch
+import torch
+from rp_sched import Task
+
+from rp_engine.device.weights import Weights
+from rp_engine.execution.lazy import is_lazy
+from rp_engine.execution.stage.activity import TaskActivity
+from rp_engine.execution.stage.layer_runs import LayerRuns
+from rp_engine.execution.stage.workplace import Workplace
+from rp_engine.state.block import Block
+from rp_engine.telemetry.layer_times import LayerTimes
+from rp_engine.telemetry.tracing import NOTHING
+
+# Gradients leave during backward in groups of so many bytes of weights: each departure takes the GIL from the
+# thread that launches backward.
+_DEPARTURE_BYTES = 128 << 20
+
+
+class Backpropagation:
+    """Runs layers with a graph, then backward through it.
+
+    `is_part`: see `Stage`. Gradients of a layer leave when backward has passed it for the last microbatch.
+    """
+
+    def __init__(
+        self,
+        place: Workplace,
+        task: Task,
+        weights: Weights,
+        layers: LayerRuns,
+        times: LayerTimes | None,
+        activity: TaskActivity,
+        *,
+        is_part: bool,
+    ) -> None:
+        self._place = place
+        self._call = place.call
+        self._twins = place.twins
+        self._device = place.lane.device
+        self._task = task
+        self._weights = weights
+        self._layers = layers
+        self._times = times
+        self._activity = activity
+        self._is_part = is_part
+
+    def forward(self, layers: Iterable[int], microbatch: int, tree: Any, *, recomputes: bool) -> Any:
+        """Run layers, keeping their graph; return the output of the last one. `recomputes`: recompute them."""
+        for layer in layers:
+            self._weights.bind(self._call.state.layers[layer], training=True)
+            if self._is_part:
+                # Before the layer allocates: a hole that its largest temporaries leave would be split for them.
+                self._weights.make_sums()
+            before = self._used_bytes(microbatch)
+            tree = self._layers.run(layer, microbatch, tree, recomputes=recomputes)
+            if self._times is not None and before is not None:
+                self._times.keep(layer, (self._used_bytes(microbatch) or 0) - before)
+            self._mark_backward(layer, microbatch, tree)
+        return tree
+
+    def _used_bytes(self, microbatch: int) -> int | None:
+        # Measured on the first microbatch: no later one is larger.
+        is_measured = self._times is not None and microbatch == self._task.microbatches.start
+        # What stays expanded of the layer before goes when the next one is expanded.
+        return self._device.memory().used_bytes - self._twins.expansions.nbytes if is_measured else None
+
+    def _mark_backward(self, layer: int, microbatch: int, output: Any) -> None:
+        activity = ("in {0}, backward, microbatch {1}", layer, microbatch)
+
+        def enter_layer(grad: torch.Tensor | None = None) -> None:
+            del grad
+            self._activity.current = activity
+            if self._times is not None:
+                self._times.enter_backward(layer, self._device.compute)
+            self._twins.enter_backward(layer)
+            if microbatch == self._task.microbatches[-1]:
+                self._send_complete(layer)
+
+        for leaf in rp_batch.flatten(output)[0]:
+            if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
+                continue
+            if is_lazy(leaf):
+                leaf.on_backward(enter_layer)
+            elif not leaf.is_leaf:
+                # A layer's own parameter would keep the hook, and with it this task.
+                leaf.register_hook(enter_layer)  # pyright: ignore[reportUnknownMemberType]
+
+    def backward(
+        self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None, microbatch: int
+    ) -> None:
+        """Run the backward pass from these tensors; gradients of weights are added to the task's sums."""
+        # The lock comes last: `adding` may wait for other tasks, which may wait for the lock.
+        with (
+            self._call.without_autocast(),
+            self._place.span("backward"),
+            self._weights.adding(),
+            self._generator_lock(microbatch),
+        ):
+            torch.autograd.backward(tensors, grads)
+        self._twins.expansions.forget()
+        if self._times is not None:
+            self._times.leave_backward(self._device.compute)
+
+    def _generator_lock(self, microbatch: int) -> AbstractContextManager[None]:
+        randomness, task = self._call.randomness, self._task
+        if randomness is None:
+            return NOTHING
+        return randomness.backward(task.layers, microbatch, with_loss=task.computes_loss)
+
+    # Gradients on their way to the host
+
+    def _send_complete(self, layer: int) -> None:
+        # Backward runs through later layers first: it has passed all layers above this one.
+        blocks = self._weights.complete_above(layer, self._task.layers)
+        if sum(block.nbytes for block in blocks) >= _DEPARTURE_BYTES:
+            self._send(blocks)
+
+    def send_rest(self) -> None:
+        """Send the gradients that have not left yet; after the last microbatch."""
+        self._send(self._weights.all_sums())
+
+    def _send(self, blocks: Sequence[Block]) -> None:
+        where = f"{self._task!r}, sending gradients to the host, from {self._device.name}"
+        self._place.outbox.send_to_host(self._weights.deliver(blocks), where)

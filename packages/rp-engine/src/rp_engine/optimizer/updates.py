@@ -1,0 +1,114 @@
+"""The queue of one model's steps and publications on the optimizer's thread.
+
+A synchronous step publishes its result at its end. The result of an asynchronous one is published by `synchronize`
+or at the start of the next step, so after an asynchronous step calls read the result of the step before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import copy_context
+from functools import partial
+
+from rp_optim.jobs import Outcome
+from rp_transfer import Ticket
+
+from rp_engine.optimizer.model_step import ModelStep, ModelTurns
+from rp_engine.optimizer.publication import Publication
+from rp_engine.runtime.launcher import wait_until
+from rp_engine.runtime.runtime import Runtime
+from rp_engine.runtime.tickets import Take, taking_tickets
+from rp_engine.state.block import Block
+from rp_engine.state.model_state import ModelState
+from rp_engine.telemetry import tracing
+from rp_engine.telemetry.late_errors import Late
+from rp_engine.telemetry.tracing import Tracer
+
+
+class Updates:
+    """The steps and publications of one model; used on the launcher's thread."""
+
+    def __init__(self, name: str, state: ModelState, runtime: Runtime) -> None:
+        self._name = name
+        self._state = state
+        self._runtime = runtime
+        self._pending: list[tuple[Outcome[None], Late]] = []
+        self.results = runtime.peers.results(state)
+        self._no_publication = Publication(name, state, self.results, {})
+
+    def prepare(self, take: Take, *, is_async: bool, gradients: Mapping[Block, Ticket] | None = None) -> ModelStep:
+        """Take a step's turns: to publish the last result, on gradients and, unless async, to publish its own.
+
+        `gradients`: of a step during backward, its turns on gradients, in their order, which its call has taken.
+        """
+        state = self._state
+        state.make_masters()
+        state.make_backs()
+        state.stepped_runs = state.num_runs
+        before = self._publication(take) if state.unpublished else self._no_publication
+        is_consuming = gradients is not None
+        if gradients is None:
+            gradients = {
+                block: take(block.gradient.turns, write=True) for block in state.trainable if block.gradient
+            }
+        after = self._no_publication if is_async else self._publication(take)
+        # Until `note_launched` knows better: publishing once too often changes nothing.
+        state.unpublished = True
+        return ModelStep(
+            self._name,
+            state,
+            self._runtime.measurements,
+            ModelTurns(before, dict(gradients), after),
+            partial(self._runtime.peers.gradients, state),
+            self.results,
+            is_async=is_async,
+            is_consuming=is_consuming,
+        )
+
+    def publish(self) -> None:
+        """Queue the publication of the last result; calls launched from now on read it."""
+        if self._state.unpublished:
+            with taking_tickets() as take:
+                self.submit(self._publication(take).run_alone)
+            self._state.unpublished = False
+
+    def _publication(self, take: Take) -> Publication:
+        self._state.note_changed("newer weights were published")
+        turns = {block: take(block.turns, write=True) for block in self._state.trainable}
+        return Publication(self._name, self._state, self.results, turns)
+
+    def submit(self, job: Callable[[Tracer], None]) -> Outcome[None]:
+        """Queue a job on the optimizer's thread; `errors` returns what it raises."""
+        tracer = tracing.current()
+        late = Late()
+        # With the caller's context variables, where newer torch keeps settings.
+        outcome = self._runtime.optimizer.submit(copy_context().run, _noted, late, job, tracer)
+        tracer.follow(outcome)
+        self._pending.append((outcome, late))
+        return outcome
+
+    def share(self, other: Updates) -> None:
+        """Share one list of pending steps with the other model: from now on both are stepped together."""
+        other._pending.extend(self._pending)
+        self._pending = other._pending
+
+    def errors(self) -> list[BaseException]:
+        """The errors of jobs that have ended since the last call of this."""
+        over = [pending for pending in self._pending if pending[0].done()]
+        self._pending[:] = [pending for pending in self._pending if pending not in over]
+        for _, late in over:
+            late.tell()
+        return [error for outcome, _ in over if (error := outcome.exception()) is not None]
+
+    def wait(self) -> None:
+        """Block until all queued jobs have ended; then `errors` returns what they raised."""
+        for outcome, _ in self._pending:
+            wait_until(outcome.wait)
+
+
+def _noted(late: Late, job: Callable[[Tracer], None], tracer: Tracer) -> None:
+    try:
+        job(tracer)
+    except BaseException as error:
+        late.note(error)
+        raise

@@ -1,0 +1,213 @@
+"""Check optimizers when they step: some would train nothing, or with settings that change meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from rp_optim.masters import link_of, own_grad
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from rp_engine.errors import TrainingWarning, TrainsNothing
+from rp_engine.frameworks import advice
+from rp_engine.state.master import is_from_engine, note_optimizer
+from rp_engine.state.model_state import ModelState
+from rp_engine.state.modules.ownership import owner_of
+from rp_engine.user_warnings import warn_user
+
+_STEP = "model.step(lambda: (optimizer.step(), optimizer.zero_grad()))"
+_OPTIMIZER = "AdamW(model.optim_parameters(), lr=1e-5)"
+_SETTINGS = (
+    "an optimizer's settings, such as its learning rate, were changed outside of the step function while steps "
+    "are asynchronous, so it is left to chance which step they apply to; change them in the step function: "
+    "model.step(lambda: (optimizer.step(), scheduler.step(), optimizer.zero_grad())). Or pass is_async=False to "
+    "model.step, or call synchronize() before"
+)
+
+# The settings of each group of parameters.
+_Settings = list[dict[str, Any]]
+
+
+class Watched:
+    """The optimizers that step in one model's step functions.
+
+    `check`: called with each before it steps. One `TrainingWarning` is given if settings change outside of step
+    functions while one may be running.
+    """
+
+    def __init__(self, check: Callable[[Optimizer], None]) -> None:
+        self._check = check
+        self._lock = threading.Lock()
+        # The settings at the end of the last step function.
+        self._known: WeakKeyDictionary[Optimizer, _Settings] = WeakKeyDictionary()
+        self._stepping: WeakKeyDictionary[Optimizer, _Settings] = WeakKeyDictionary()
+        # Whether nothing has been waited for since the last step.
+        self._is_unsettled = False
+        self._has_warned = False
+
+    def launch(self, step_fn: Callable[[], object], *, is_async: bool, is_idle: bool) -> Callable[[], None]:
+        """Note that a step is launched; return a function that runs `step_fn`, on the optimizer's thread.
+
+        `is_idle`: all earlier steps have ended; a running step may change settings itself.
+        """
+        before: dict[Optimizer, _Settings] | None = None
+        if is_idle:
+            with self._lock:
+                known = dict(self._known)
+            if self._is_unsettled:
+                self._compare(known)
+            before = {optimizer: _settings(optimizer) for optimizer in known}
+        self._is_unsettled = is_async
+        return lambda: self._run(step_fn, before)
+
+    def settle(self) -> None:
+        """Note that all steps have been waited for."""
+        self._is_unsettled = False
+
+    def _run(self, step_fn: Callable[[], object], before: Mapping[Optimizer, _Settings] | None) -> None:
+        with self._lock:
+            known = dict(self._known)
+        # Launched while another step ran: compare with the settings that it left.
+        self._compare(known if before is None else before)
+        token = _WATCHED.set(self)
+        try:
+            step_fn()
+        finally:
+            _WATCHED.reset(token)
+            with self._lock:
+                self._known.update({optimizer: _settings(optimizer) for optimizer in list(self._known)})
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer begins a step; check it."""
+        self._check(optimizer)
+        with self._lock:
+            self._known.setdefault(optimizer, [])
+            self._stepping[optimizer] = _settings(optimizer)
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Note that the optimizer has stepped; warn if its settings changed while it waited for gradients."""
+        self._compare({optimizer: self._stepping.pop(optimizer, [])})
+
+    def _compare(self, before: Mapping[Optimizer, _Settings]) -> None:
+        if not self._has_warned and any(_differ(then, _settings(one)) for one, then in before.items()):
+            self._has_warned = True
+            warn_user(_SETTINGS, TrainingWarning)
+
+
+def described(optimizer: Optimizer, places: Mapping[int, int]) -> str:
+    """Describe which parameters an optimizer steps, and with what settings. `places`: by the parameter's id."""
+    groups = [
+        f"parameters {[places.get(id(parameter)) for parameter in group['params']]} with "
+        + ", ".join(f"{name}={_rounded(value)}" for name, value in sorted(group.items()) if name != "params")
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__} of {'; '.join(groups)}"
+
+
+def _rounded(value: object) -> str:
+    # The last bits of a schedule's values may differ between processors.
+    if isinstance(value, torch.Tensor):
+        return _rounded(value.item()) if value.numel() == 1 else str(tuple(value.shape))
+    if isinstance(value, tuple | list):
+        return str([_rounded(each) for each in cast("Sequence[object]", value)])
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value) if isinstance(value, bool | int | str | None) else type(value).__name__
+
+
+def _settings(optimizer: Optimizer) -> _Settings:
+    return [{name: value for name, value in group.items() if _is_plain(value)} for group in optimizer.param_groups]
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, bool | int | float | str | tuple | None)
+
+
+def _differ(before: _Settings, after: _Settings) -> bool:
+    """Return whether a setting that both have differs; settings that a scheduler adds do not count."""
+    pairs = zip(before, after, strict=False)
+    return any(one[name] != other[name] for one, other in pairs for name in one.keys() & other.keys())
+
+
+# The object whose step function runs in this context.
+_WATCHED: ContextVar[Watched | None] = ContextVar("_WATCHED", default=None)
+
+
+def tell_thawed(name: str, states: Sequence[ModelState]) -> None:
+    """Warn, in the first step afterwards, of parameters that were unfrozen and that no optimizer can have.
+
+    They have no masters: these are created when an optimizer's parameters are requested from the model.
+    """
+    known = {each for state in states for each in state.masters}
+    unfrozen = [
+        block for state in states for block in state.trainable for each in block.tensors if each not in known
+    ]
+    if known and unfrozen:
+        warn_user(
+            f"parameters of model {name!r} ({len(unfrozen)}, the first in {unfrozen[0]}) were unfrozen after its "
+            "optimizer was made, which does not train them: make a new one over model.optim_parameters(), or add "
+            "theirs by optimizer.add_param_group",
+            TrainingWarning,
+        )
+
+
+def tell_reuse(name: str, state: ModelState) -> None:
+    """Warn once if a step has used gradients again that the step before it had used."""
+    if state.reuses_gradients and not state.is_reuse_told:
+        state.is_reuse_told = True
+        warn_user(
+            f"gradients of model {name!r} were used by one step and, with others added, by the next: nothing has "
+            f"dropped them between, which an optimizer's zero_grad() does in the step function alone: {_STEP}; or "
+            "call model.zero_grad()",
+            TrainingWarning,
+        )
+
+
+@cache
+def watch_optimizers() -> None:
+    """Register hooks that check all optimizers of the process when they step.
+
+    They are registered once and never removed: torch may be iterating over hooks on another thread.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    note_optimizer(steps=True)
+    watched = _WATCHED.get()
+    _refuse_nothing(optimizer, is_inside=watched is not None)
+    if watched is not None:
+        watched.begin(optimizer)
+
+
+def _after_step(optimizer: Optimizer, *_: object) -> None:
+    note_optimizer(steps=False)
+    if (watched := _WATCHED.get()) is not None:
+        watched.end(optimizer)
+
+
+def _refuse_nothing(optimizer: Optimizer, *, is_inside: bool) -> None:
+    """Raise if the optimizer has parameters of the engine, but no parameter has a gradient."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(link_of(parameter) is not None or own_grad(parameter) is not None for parameter in parameters):
+        return
+    if not is_inside and any(map(is_from_engine, parameters)):
+        raise TrainsNothing(
+            "an optimizer stepped outside of a step function, where its parameters have no gradients; write "
+            f"{_STEP}; or, with step_in_backward=True, omit the step: forward_backward(..., "
+            f"optimizer=optimizer) has stepped{advice()}"
+        )
+    for parameter in parameters:
+        if parameter.requires_grad and (name := owner_of(parameter)) is not None:
+            raise TrainsNothing(
+                f"an optimizer was made over the parameters of model {name!r} itself, which have no gradients; "
+                f"make it after wrapping, over the optimizer's: optimizer = {_OPTIMIZER}, and step it by {_STEP}. "
+                "Or call model.synchronize() before it steps: that waits, and weights are then trained in their "
+                f"own dtype{advice()}"
+            )

@@ -1,0 +1,1 @@
+"""What the machines of one training do together, and one machine alone."""

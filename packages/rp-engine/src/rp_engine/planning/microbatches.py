@@ -1,0 +1,83 @@
+"""Choose the number of microbatches whose plan is fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from rp_sched import Infeasible, LayerCost, Limits, Mode, Search
+
+from rp_engine.planning.adaptive import memory_splits
+
+Problem = tuple[Sequence[LayerCost], Limits]
+"""The costs of layers for one microbatch, and the machine's limits."""
+
+# Larger numbers are not tried: launching alone would take minutes a step.
+_MOST = 512
+# A plan that is faster by less than this is not worth more microbatches.
+_EQUAL = 0.01
+# Plans that are tried for each number, and for each split of a device's memory.
+_QUICK_PLANS = 3
+
+
+def counts_of(batch_size: int) -> list[int]:
+    """List the numbers of microbatches that divide a batch evenly, smallest first.
+
+    >>> counts_of(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    return [count for count in range(1, min(batch_size, _MOST) + 1) if batch_size % count == 0]
+
+
+def fastest(
+    counts: Iterable[int], problem_of: Callable[[int], Problem], *, devices: int, mode: Mode
+) -> tuple[int, Search] | None:
+    """Return the first number whose plan is within 1 % of the fastest, and its search; None if no plan fits.
+
+    >>> layer = LayerCost(1.0, kept_bytes=50)
+    >>> def problem(count):
+    ...     return [LayerCost(8.0 / count, kept_bytes=80 // count)] * 2, Limits(device_memory_bytes=100)
+    >>> fastest(counts_of(8), problem, devices=1, mode="fused")[0]
+    2
+
+    Args:
+        counts: the numbers to try, smallest first.
+        problem_of: returns costs and limits if a batch is split into this many microbatches.
+    """
+    searches: list[tuple[int, Search]] = []
+    for count in counts:
+        try:
+            searches.append((count, searched(problem_of(count), devices=devices, microbatches=count, mode=mode)))
+        except Infeasible:
+            continue
+    if not searches:
+        return None
+    least_ms = min(search.best_ms for _, search in searches)
+    return next(pair for pair in searches if pair[1].best_ms <= least_ms * (1 + _EQUAL))
+
+
+def searched(problem: Problem, *, devices: int, microbatches: int, mode: Mode) -> Search:
+    """Return the search whose first plan is fastest, among those for several splits of device memory.
+
+    Raises `rp_sched.Infeasible` if none of them has a plan.
+    """
+    costs, limits = problem
+    searches: list[Search] = []
+    refused: Infeasible | None = None
+    for choice in memory_splits(costs, limits):
+        try:
+            searches.append(
+                Search(
+                    costs,
+                    devices=devices,
+                    microbatches=microbatches,
+                    mode=mode,
+                    limits=choice,
+                    quick_plans=_QUICK_PLANS,
+                )
+            )
+        except Infeasible as error:
+            refused = error
+    if not searches:
+        assert refused is not None
+        raise refused
+    return min(searches, key=lambda search: search.best_ms)

@@ -1,0 +1,376 @@
+"""Plan one model's calls: turn the user's plan or a searched one into a list of tasks with their devices."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import rp_sched
+from rp_packing import packed_weights
+from rp_sched import LayerCost, Limits, Mode, Plan, Task
+
+from rp_engine.device.memory.call_size import CallSize
+from rp_engine.planning.adaptive import PlanInUse
+from rp_engine.planning.call_log import CallLog
+from rp_engine.planning.footprint import Footprint, resident_bytes
+from rp_engine.planning.microbatches import counts_of, fastest
+from rp_engine.planning.pricing import FORWARD_PART, LAUNCH_MS, Pricing
+from rp_engine.runtime.runtime import Runtime
+from rp_engine.settings.execute_plan import ModelExecutePlan
+from rp_engine.settings.run_config import RoundPipeRunConfig
+from rp_engine.state.layers import LayerState
+from rp_engine.state.model_state import ModelState
+from rp_engine.telemetry.launch_times import Launches
+from rp_engine.telemetry.layer_times import LayerTimes, ModelTimer
+
+_LOG = logging.getLogger(__name__)
+# Guessed costs until times are measured; only their ratio matters, also to the guessed link (`pricing`). A byte of
+# weights takes this many ms in a microbatch's forward pass: about right for 4096 tokens on an H100 with PCIe 5.
+_FORWARD_MS_PER_BYTE = 1e-6
+# The same in real time and by row, for choosing the number of microbatches, which also depends on launch times.
+# A byte of weights takes this many ms for a row on an H100; a link of PCIe 5 moves this many 10^9 bytes a second.
+_REAL_FORWARD_MS = 1e-8 / 4096
+_REAL_LINK_GB_S = 50.0
+# Until layers are measured, plans allow for this many times the guessed bytes of kept activations.
+_UNMEASURED = 4
+# Calls of up to this many times the measured rows count as measured.
+_MORE_ROWS = 1.2
+# The number of measured launches to remember: as many as may be in flight, and some that failed.
+_LAUNCHES = 8
+
+
+class Planner:
+    """Plans one model's calls on a runtime, from guessed costs at first and then from measured ones.
+
+    Plans and measurements are kept until the model's blocks change. `size`: of a call.
+    `has_room_for_pairs`: whether host memory suffices if two tasks of a call add to each gradient.
+    """
+
+    def __init__(
+        self, name: str, state: ModelState, runtime: Runtime, has_room_for_pairs: Callable[[], bool]
+    ) -> None:
+        self._name = name
+        self._has_room_for_pairs = has_room_for_pairs
+        self._state = state
+        self._runtime = runtime
+        self._on_host = runtime.backend.abilities.computes_on_host
+        # Numbers of microbatches by mode. Kept when layers change: what a model computes must not depend on that.
+        self.chosen: dict[Mode, int] = {}
+        # CPU devices without a limit use host memory, where activations are not counted.
+        self._sees_memory = all(use.is_complete for use in runtime.memory())
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all plans and measurements, since the layers have changed."""
+        self._timers: dict[tuple[Mode, int], ModelTimer] = {}
+        self._plans: dict[object, tuple[int, PlanInUse]] = {}
+        self.footprint = Footprint(self._state.layers)
+        self._launches: deque[LayerTimes] = deque(maxlen=_LAUNCHES)
+        self.pricing = Pricing(self._state, self._runtime, self.footprint, self._has_room_for_pairs)
+        # The times of calls, and those that their plans promise.
+        self.log = CallLog(self.pricing)
+        # Tasks that ran while the peak was measured, without gradients of earlier calls beside them.
+        self._shown: set[object] = set()
+        # The last call's predicted peak on a device, and the usable memory that it leaves free.
+        self.predicted_bytes: int | None = None
+        self.spare_bytes = 0
+
+    def watch(
+        self, config: RoundPipeRunConfig, mode: Mode, size: CallSize, tasks: Sequence[Task]
+    ) -> LayerTimes | None:
+        """Return a recorder for the next launch's times and memory; None if no more measurements are needed.
+
+        On CPU devices a call with a user's plan is measured only if `ModelTimer.VERBOSE`: nothing depends on it.
+        """
+        timer = self._timer(mode, size.microbatches)
+        is_given = config.execute_plan is not None and self._on_host and not self._sees_memory
+        if not timer.watches_next() or (is_given and not timer.VERBOSE):
+            return None
+        # A CPU device computes on the thread that launches, so launching cannot be measured separately.
+        launches = None if self._on_host else Launches()
+        self._launches.append(
+            LayerTimes(timer, size.rows, tasks, self._peak_bytes(), self.spare_bytes, launches=launches)
+        )
+        return self._launches[-1]
+
+    def take(self, times: LayerTimes, *, is_whole: bool = True) -> None:
+        """Use the measurements of a finished launch. `is_whole`: none of its tasks was run again."""
+        if is_whole:
+            times.timer.take(times)
+        if not self._sees_memory:
+            return
+        self.footprint.note_kept(times.kept, times.rows, is_whole=is_whole)
+        if not is_whole:
+            return
+        self._shown |= _shapes(times.tasks, times.rows)
+        peak = self._peak_bytes()
+        if peak <= times.peak_bytes:
+            self.footprint.note_no_peak(peak, times.tasks, self._guesses(times.rows), times.rows)
+        elif times in self._launches:
+            launches = self._launched_since(times)
+            largest = max(launches, key=self._resident_bytes)
+            # Part of the peak may have been gradients that were still being downloaded, which is not workspace.
+            peak -= max(launch.spare_bytes for launch in launches)
+            self.footprint.note_peak(peak, largest.tasks, self._guesses(largest.rows), largest.rows)
+
+    def note_shortages(self, tasks: Sequence[Task], size: CallSize) -> None:
+        """Note that these tasks of a call ran out of device memory, so that later plans use less."""
+        for task in tasks if self._sees_memory else ():
+            self.footprint.note_shortage(task, self._guesses(size.rows), size.rows)
+
+    def _launched_since(self, times: LayerTimes) -> list[LayerTimes]:
+        # Later calls are launched before this one is over, so the peak may belong to any of these.
+        launches = list(self._launches)
+        return launches[launches.index(times) :]
+
+    def _resident_bytes(self, times: LayerTimes) -> int:
+        return resident_bytes(times.tasks, self._guesses(times.rows))
+
+    def _peak_bytes(self) -> int:
+        return max(use.peak_bytes for use in self._runtime.memory())
+
+    def improve_while(
+        self, config: RoundPipeRunConfig, mode: Mode, size: CallSize, wait: Callable[[float], bool]
+    ) -> None:
+        """See `PlanInUse.improve_while`. Not on CPU devices: the search would take cores from the call."""
+        if config.execute_plan is None and not self._on_host:
+            self._plan(mode, size).improve_while(wait)
+
+    def _timer(self, mode: Mode, microbatches: int) -> ModelTimer:
+        key = (mode, microbatches)
+        if key not in self._timers:
+            what = f"model {self._name!r}, {mode} calls of {microbatches} microbatches"
+            self._timers[key] = ModelTimer(what, len(self._state.layers), self._runtime.measurements)
+        return self._timers[key]
+
+    def tasks(
+        self, config: RoundPipeRunConfig, mode: Mode, size: CallSize, *, input_grads: bool
+    ) -> tuple[Task, ...]:
+        """Return the tasks of the next call, each with its device.
+
+        Tasks go to the devices in turn, starting where the call before ended, or as a searched plan assigns them.
+        Backward tasks leave out the layers below the lowest trained one, unless `input_grads` are wanted.
+
+        Raises `rp_sched.SchedError` (a `ValueError`) for a user's plan that does not fit the model or the call.
+        """
+        tasks = self._dealt(config, mode, size)
+        self._runtime.next_device = (tasks[-1].device + 1) % len(self._runtime.lanes)
+        # Below the lowest trained layer nothing needs gradients.
+        lowest = 0 if input_grads else self._state.first_trainable()
+        kept = tuple(_from(lowest, task) for task in tasks if not task.recomputes or task.layers.stop > lowest)
+        self._predict(mode, size, kept)
+        return kept
+
+    def tasks_aside(self, config: RoundPipeRunConfig, size: CallSize) -> tuple[Task, ...]:
+        """Return the tasks of an inference call that is not in the log, and after which calls go on as before it.
+
+        Raises as `tasks` does.
+        """
+        if config.execute_plan is not None:
+            # Its groups may be of another number of microbatches.
+            plan = replace(
+                self._checked(config.execute_plan, "infer"), groups=(), forward_groups=(), backward_groups=()
+            )
+            tasks = self._turns(plan, "infer", size.microbatches)
+        else:
+            tasks = rp_sched.Assigner(len(self._runtime.lanes)).assign(self._plan("infer", size).priced_plan())
+        self._predict("infer", size, tasks)
+        return tasks
+
+    def _predict(self, mode: Mode, size: CallSize, tasks: tuple[Task, ...]) -> None:
+        if self.footprint.is_measured:
+            costs = self._guesses(size.rows)
+            self.predicted_bytes = resident_bytes(tasks, costs) + self.footprint.working_at(size.rows)
+            spare = self.pricing.usable_bytes - self.predicted_bytes
+            self.spare_bytes = max(spare, 0) if self._knows_peak(mode, size, tasks) else 0
+
+    def _knows_peak(self, mode: Mode, size: CallSize, tasks: Sequence[Task]) -> bool:
+        # While calls are measured, a new task must show its own peak.
+        is_shown = _shapes(tasks, size.rows) <= self._shown
+        return self.footprint.knows_peak and (is_shown or not self._timer(mode, size.microbatches).is_watching())
+
+    def _dealt(self, config: RoundPipeRunConfig, mode: Mode, size: CallSize) -> tuple[Task, ...]:
+        timer = self._timer(mode, size.microbatches)
+        guesses = partial(self._guesses, size.rows if self._sees_memory else 0)
+        if config.execute_plan is not None:
+            plan = self._checked(config.execute_plan, mode)
+            self.log.follow(timer, mode, size.microbatches, plan, guesses)
+            return self._turns(plan, mode, size.microbatches)
+        in_use = self._plan(mode, size)
+        measured = self.log.measured(mode, size.microbatches)
+        if measured is not None:
+            in_use.note(*measured)
+        priced_plan = in_use.priced_plan()
+        if measured is not None and measured[0] == priced_plan.plan:
+            self.pricing.note_call(timer, priced_plan, measured[1])
+        self.log.follow(timer, mode, size.microbatches, priced_plan.plan, guesses, in_use.promised_ms)
+        if priced_plan.plan.in_turn:
+            return self._turns(priced_plan.plan, mode, size.microbatches)
+        return self._runtime.assigner.assign(priced_plan)
+
+    def _checked(self, plan: Plan | ModelExecutePlan, mode: Mode) -> Plan:
+        if isinstance(plan, ModelExecutePlan):
+            plan.check_valid(len(self._state.layers), mode)
+            return plan.to_plan(mode)
+        fitting = _for_mode(plan, mode)
+        fitting.check(len(self._state.layers), mode)
+        return fitting
+
+    def _turns(self, plan: Plan, mode: Mode, microbatches: int) -> tuple[Task, ...]:
+        count, first = len(self._runtime.lanes), self._runtime.next_device
+        return rp_sched.order(plan, mode=mode, devices=count, microbatches=microbatches, first_device=first)
+
+    def _plan(self, mode: Mode, size: CallSize) -> PlanInUse:
+        # Whether a layer writes its buffers is only known after it has run.
+        writers = tuple(layer.index for layer in self._state.layers if _may_write(layer))
+        rows = _rounded_up(size.rows)
+        key = (mode, size.microbatches, writers, rows if self._sees_memory else 0)
+        version, plan = self._plans.get(key, (-1, None))
+        if plan is None or version != self.footprint.version:
+            before, plan = plan, self._new_plan(mode, size.microbatches, rows)
+            self._plans[key] = (self.footprint.version, plan)
+            if before is not None:
+                plan.tell(before)
+        return plan
+
+    def microbatches(self, mode: Mode, batch_size: int, rows: int) -> int:
+        """Return the number of microbatches for calls of this mode; it is chosen and logged once, then kept.
+
+        It is the least number whose plan is within 1 % of the fastest, by guessed costs. If no plan fits, it is as
+        many as the batch allows.
+
+        Args:
+            batch_size: samples of the first call; a later batch that has fewer gets a microbatch for each.
+            rows: rows of that call, as `rows_of` counts them.
+        """
+        if mode not in self.chosen:
+            counts = counts_of(batch_size)
+            best = fastest(counts, partial(self._real_problem, rows), devices=len(self._runtime.lanes), mode=mode)
+            self.chosen[mode] = counts[-1] if best is None else best[0]
+            _LOG.info(
+                "model %r: %d microbatches in each call of mode %s, chosen for a batch of %d",
+                self._name,
+                self.chosen[mode],
+                mode,
+                batch_size,
+            )
+        return min(self.chosen[mode], batch_size)
+
+    def _real_problem(self, rows: int, count: int) -> tuple[list[LayerCost], Limits]:
+        """Return guessed costs and limits, in real time, if `rows` are split into `count` microbatches."""
+        part = -(-rows // count)
+        costs = [
+            replace(
+                cost,
+                forward_ms=_REAL_FORWARD_MS * part * (cost.weight_bytes + 1),
+                backward_ms=2 * _REAL_FORWARD_MS * part * (cost.weight_bytes + 1),
+                forward_launch_ms=FORWARD_PART * LAUNCH_MS,
+                recompute_launch_ms=FORWARD_PART * LAUNCH_MS,
+                backward_launch_ms=(1 - FORWARD_PART) * LAUNCH_MS,
+            )
+            for cost in self._guesses(part)
+        ]
+        limits = self.pricing.limits(costs)
+        ups, downs = self._runtime.measurements.rates().up_gb_s, self._runtime.measurements.rates().down_gb_s
+        return costs, replace(limits, upload_gb_s=_least(ups), download_gb_s=_least(downs))
+
+    def costs(self, mode: Mode) -> list[LayerCost]:
+        """Return the assumed cost of each layer: measured if calls of this mode were, otherwise guessed."""
+        guesses = self._guesses(0)
+        timers = [timer for (kind, _), timer in self._timers.items() if kind == mode]
+        best = max((timer.estimator for timer in timers), key=lambda one: one.samples, default=None)
+        if best is None or not best.samples:
+            return guesses
+        # On a copy: `costs` changes the estimator, which compares with the times it returned last.
+        return list(copy.deepcopy(best).costs(guesses))
+
+    def _guesses(self, rows: int) -> list[LayerCost]:
+        return [_guessed_cost(layer, self.footprint.kept_bytes(layer.index, rows)) for layer in self._state.layers]
+
+    def _new_plan(self, mode: Mode, microbatches: int, rows: int) -> PlanInUse:
+        rows = rows if self._sees_memory else 0
+        caution = self._caution(mode, rows)
+        costs = [replace(cost, kept_bytes=int(cost.kept_bytes * caution)) for cost in self._guesses(rows)]
+        limits = self.pricing.limits(costs, rows, is_known=caution == 1)
+        budget = limits.device_memory_bytes
+        assert budget is not None
+        timer = self._timer(mode, microbatches)
+        return PlanInUse(
+            timer,
+            [_at_most(cost, budget) for cost in costs],
+            limits,
+            devices=len(self._runtime.lanes),
+            microbatches=microbatches,
+            mode=mode,
+            priced=partial(self.pricing.priced, timer),
+        )
+
+    def _caution(self, mode: Mode, rows: int) -> float:
+        """Return the factor by which layers may keep more than estimated of a microbatch of `rows`."""
+        if not self._sees_memory or (mode == "infer" and self.footprint.knows_peak):
+            return 1
+        if not self.footprint.is_measured:
+            return _UNMEASURED
+        # What layers keep may grow with the square of the rows, as attention's scores do.
+        return max(rows / (_rounded_up(self.footprint.most_rows) * _MORE_ROWS), 1)
+
+
+def _least(rates: Sequence[float | None]) -> float:
+    """Return the rate of the slowest measured link; a guess if none was measured."""
+    return min((rate for rate in rates if rate is not None), default=_REAL_LINK_GB_S)
+
+
+def _shapes(tasks: Sequence[Task], rows: int) -> set[object]:
+    """Return the properties of tasks that their memory depends on, whatever their devices."""
+    return {(_rounded_up(rows), task.kind, task.layers, len(task.microbatches)) for task in tasks}
+
+
+def _rounded_up(rows: int) -> int:
+    # To a quarter power of two, so that batches of similar length share a plan.
+    return math.ceil(2 ** (math.ceil(4 * math.log2(rows)) / 4))
+
+
+def _at_most(cost: LayerCost, budget: int) -> LayerCost:
+    # Never refuse a single layer because of a guess: torch's allocator decides whether it fits when it runs.
+    room = max(budget - cost.weight_bytes - cost.gradient_bytes, 0)
+    return replace(cost, kept_bytes=min(cost.kept_bytes, room))
+
+
+def _for_mode(plan: Plan, mode: Mode) -> Plan:
+    # A plan for fused calls also serves other calls, where its fused stage becomes an ordinary stage.
+    if mode == "fused":
+        return plan
+    tail = () if plan.fused is None else (plan.fused,)
+    up = replace(plan, forward=(*plan.forward, *tail), fused=None, groups=())
+    if mode == "infer":
+        return replace(up, backward=(), backward_groups=())
+    return replace(up, backward=(*tail, *plan.backward))
+
+
+def _from(lowest: int, task: Task) -> Task:
+    """Return a backward task without the layers below `lowest`, which need neither recomputation nor weights."""
+    start, stop = task.layers.start, task.layers.stop
+    return replace(task, layers=range(lowest, stop)) if task.recomputes and start < lowest else task
+
+
+def _may_write(layer: LayerState) -> bool:
+    return any(block.kind == "buffer" and not block.is_read_only for block in layer.blocks)
+
+
+def _guessed_cost(layer: LayerState, kept_bytes: int) -> LayerCost:
+    # A block that several layers share is uploaded once for a stage, so only its last layer counts it.
+    own = [block for block in layer.blocks if max(block.users) == layer.index]
+    nbytes = sum(block.nbytes for block in own)
+    expanded = sum(one.expanded_nbytes - one.packed_nbytes for one in packed_weights(layer.module))
+    return LayerCost(
+        _FORWARD_MS_PER_BYTE * (nbytes + expanded + 1),
+        weight_bytes=nbytes,
+        trainable_bytes=sum(block.nbytes for block in own if block.kind == "trainable"),
+        kept_bytes=kept_bytes,
+        writes_buffers=_may_write(layer),
+    )

@@ -1,0 +1,288 @@
+"""The limits that plans are priced with: device memory, and the measured rates of links and host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from rp_sched import Device, Host, LayerCost, Limits, Plan, PricedPlan
+from rp_transfer import Group
+
+from rp_engine.planning.footprint import Footprint
+from rp_engine.planning.probe import probed
+from rp_engine.runtime.runtime import Runtime
+from rp_engine.settings.execute_plan import MODEL_SHARE
+from rp_engine.state.block import Block
+from rp_engine.state.gradient import sum_dtype
+from rp_engine.state.model_state import ModelState
+from rp_engine.telemetry.layer_times import ModelTimer
+from rp_engine.telemetry.measurements import Rates, near
+
+# Until times are measured: twice as long for a byte of weights as a microbatch's forward pass is guessed to take.
+_LINK_GB_S = 0.5
+# Shares of a device's memory. Plans may use the first once calls are measured; the rest is lost to fragmentation.
+# The second is the least that plans get, however large the measured workspace.
+USABLE = 0.95
+_LEAST_SHARE = 0.3
+# The GIL time of launching a layer's forward and backward for a microbatch, and the forward part of it, where they
+# were not measured: compiled decoders on an H200's host (benchmarks/results/performance.md).
+LAUNCH_MS, FORWARD_PART = 3.1, 0.45
+# A weight in 16 bits, as the scheduler counts parameters.
+_WEIGHT_BYTES = 2
+
+
+class Pricing:
+    """The limits of one model's plans on a runtime.
+
+    `has_room_for_pairs`: whether host memory suffices if two tasks of a call add to each gradient.
+    """
+
+    def __init__(
+        self, state: ModelState, runtime: Runtime, footprint: Footprint, has_room_for_pairs: Callable[[], bool]
+    ) -> None:
+        self._has_room_for_pairs = has_room_for_pairs
+        self._is_tight = False
+        self._state = state
+        self._runtime = runtime
+        self._footprint = footprint
+        self._on_host = runtime.backend.abilities.computes_on_host
+        self._sees_memory = all(use.is_complete for use in runtime.memory())
+        self._devices = [lane.device.name for lane in runtime.lanes]
+        self._memory_bytes = tuple(use.total_bytes for use in runtime.memory())
+        self._host = host_of(state)
+
+    def limits(self, costs: Sequence[LayerCost], rows: int = 0, *, is_known: bool = True) -> Limits:
+        """Return the limits of plans from guessed costs: device memory, and a guessed link.
+
+        The first call probes the machine. `rows`: of a microbatch. `is_known`: whether the bytes that layers keep
+        were measured for this many rows.
+        """
+        measurements = self._runtime.measurements
+        if not (self._on_host or measurements.is_probed):
+            measurements.note_probe(probed(self._runtime))
+        self._is_tight = self._state.options.steps_in_backward or (
+            pairs_gradients(self._state) and not self._has_room_for_pairs()
+        )
+        return Limits(
+            device_memory_bytes=self._budget(costs, rows, is_known=is_known),
+            host_memory_bytes=self._host_memory_bytes(Host()),
+            leaving_bytes=self._leaving_bytes(),
+            upload_gb_s=_LINK_GB_S,
+            download_gb_s=_LINK_GB_S,
+        )
+
+    def priced(self, timer: ModelTimer, limits: Limits) -> Limits:
+        """Return `limits` with measured rates, for plans from measured times."""
+        # The first step may make second blocks.
+        is_double = any(block.back is not None for block in self._state.trainable)
+        host = replace(self._host, double_buffer=is_double, launch_gil_share=timer.launch_gil_share)
+        if self._state.trains_halves() and not is_double:
+            host = in_place(host)
+        speeds = timer.speeds.of(self._devices)
+        machinery = Machinery(self._memory_bytes, speeds, None if self._on_host else host)
+        measured = priced(limits, self._runtime.measurements.rates(), machinery)
+        return replace(measured, host_memory_bytes=self._host_memory_bytes(measured.host))
+
+    def _host_memory_bytes(self, host: Host) -> int | None:
+        """Return the host memory of plans in which one task adds to each layer's gradients; None for no limit.
+
+        There is a limit if two tasks' gradients do not fit, and if the optimizer steps during backward, since
+        layers then pass on the memory of their gradients.
+        """
+        if not self._is_tight:
+            return None
+        copies = 2 if host.double_buffer else 1
+        trainable = sum(block.nbytes for block in self._state.trainable)
+        return sum(block.nbytes for block in self._state.blocks) + copies * trainable
+
+    def note_call(self, timer: ModelTimer, priced_plan: PricedPlan, call_ms: float) -> None:
+        """Note the time of calls under this plan, which corrects the GIL's costs from the next call on."""
+        if not self._on_host:
+            launch_ms = priced_plan.work.launch_ms
+            share = priced_plan.loads.limits.host.launch_gil_share
+            timer.note_gil(call_ms, launch_ms, priced_plan.loads_ms(self.devices)["GIL"] - share * launch_ms)
+
+    def network_ms(self, plan: Plan) -> float | None:
+        """Return how long a step's traffic takes on the link between the machines, if each call has a step.
+
+        None for one machine. The link's rate was measured when the machines connected, and is the same on all.
+        """
+        shards = self._state.shards
+        if not shards.is_divided:
+            return None
+        spans = [
+            stage
+            for kind, stages, groups in plan.phases()
+            for stage in stages
+            for _ in range(len(groups) or 1)
+            if kind.adds_gradients
+        ]
+        traffic = shards.traffic_bytes(
+            (block.tensors, gradient_itemsize(block, spans), block.layout.dtype.itemsize)
+            for block in self._state.trainable
+        )
+        return traffic / (self._runtime.peers.link_gb_s * 1e6)
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return len(self._devices)
+
+    def _leaving_bytes(self) -> int | None:
+        # Until a peak is known, gradients leave before the next backward pass; then they may use the free memory.
+        return None if not self._sees_memory or self._footprint.knows_peak else 0
+
+    def _budget(self, costs: Sequence[LayerCost], rows: int, *, is_known: bool) -> int:
+        smallest = self._device_bytes()
+        guessed = int(smallest * MODEL_SHARE)
+        # The device's allocator decides whether a single layer fits when it runs, not a guess.
+        largest_layer = max(cost.weight_bytes + cost.gradient_bytes for cost in costs)
+        if not is_known:
+            # Assume that a layer's workspace is at most what it keeps, also where it runs forward only.
+            budget = guessed - max(cost.kept_bytes for cost in costs)
+        elif not (self._footprint.is_measured and self._footprint.knows_peak):
+            budget = guessed
+        else:
+            budget = max(self.usable_bytes - self._footprint.working_at(rows), int(smallest * _LEAST_SHARE))
+        most = self._footprint.most_bytes(rows)
+        return max(budget if most is None else min(budget, most), largest_layer, 1)
+
+    @property
+    def usable_bytes(self) -> int:
+        """The bytes of a device's memory that plans may use once calls are measured."""
+        return int(self._device_bytes() * USABLE)
+
+    def _device_bytes(self) -> int:
+        # Plans cannot use the memory that other processes and libraries have taken.
+        obtainable = min(lane.device.obtainable_bytes() for lane in self._runtime.lanes)
+        return min(obtainable, *(use.total_bytes for use in self._runtime.memory()))
+
+
+@dataclass(frozen=True, slots=True)
+class Machinery:
+    """The properties of a runtime that plans depend on, apart from rates.
+
+    `memory_bytes`: each device's memory. `speeds`: of each device, if they differ. `host`: the bytes that a step
+    moves there and the layout of gradients there; None on CPU devices, which share the host's cores and memory.
+    """
+
+    memory_bytes: tuple[int, ...]
+    speeds: tuple[float, ...] | None = None
+    host: Host | None = None
+
+
+def host_of(state: ModelState) -> Host:
+    """Return the layout of a model's gradients on the host, and the bytes that its step moves.
+
+    Two tasks' gradients in 16 bits stay two blocks, both of which the optimizer reads; in 32 bits the second is
+    added to the first. Bytes are those of Adam; for an optimizer that moves other bytes, the rate is measured in
+    Adam's, too.
+    """
+    nbytes = sum(block.nbytes for block in state.trainable)
+    numel = sum(block.layout.numel for block in state.trainable)
+    return Host(
+        gradient_buffers=2 if pairs_gradients(state) else 1,
+        optimizer_bytes=Host().optimizer_bytes * numel * _WEIGHT_BYTES / nbytes if nbytes else 0.0,
+    )
+
+
+def gradient_itemsize(block: Group | Block, spans: Iterable[range]) -> int:
+    """Return the bytes per element of a block's gradients: fp32's if tasks of several of `spans` add to them.
+
+    >>> import torch
+    >>> found = Group("trainable", (1,), (torch.zeros(8, dtype=torch.bfloat16),))
+    >>> gradient_itemsize(found, [range(2)]), gradient_itemsize(found, [range(2), range(1, 3)])
+    (2, 4)
+    """
+    dtype, users = block.layout.dtype, frozenset(block.users)
+    adding = sum(not users.isdisjoint(span) for span in spans)
+    return (sum_dtype(dtype) if adding > 1 else dtype).itemsize
+
+
+def pairs_gradients(state: ModelState) -> bool:
+    """Return whether two tasks' gradients stay two blocks, as they do in 16 bits."""
+    return any(block.layout.dtype != sum_dtype(block.layout.dtype) for block in state.trainable)
+
+
+def priced(limits: Limits, rates: Rates, machinery: Machinery) -> Limits:
+    """Return `limits` for a machine with these rates; a rate that was not measured sets no limit.
+
+    >>> machinery = Machinery((80, 80), None, Host())
+    >>> found = priced(Limits(), Rates(up_gb_s=(50.0, 52.0), down_gb_s=(40.0, None)), machinery)
+    >>> found.upload_gb_s, found.download_gb_s, found.devices
+    (51.0, 40.0, ())
+    """
+    count = len(machinery.memory_bytes)
+    ups, downs = _filled(rates.up_gb_s, count), _filled(rates.down_gb_s, count)
+    on_host = machinery.host is None
+    linked = replace(limits, upload_gb_s=_common(ups), download_gb_s=_common(downs))
+    if on_host:
+        return linked
+    return replace(
+        linked,
+        devices=_devices(limits, ups, downs, machinery),
+        switches=rates.switches,
+        host=_host(machinery.host, rates, count),
+    )
+
+
+def _filled(rates: Sequence[float | None], count: int) -> list[float | None]:
+    """Replace missing rates: assume that a device that has moved nothing yet is like the others."""
+    common = _common(rates)
+    return [common if rate is None else rate for rate in rates] or [None] * count
+
+
+def _common(rates: Sequence[float | None]) -> float | None:
+    known = [rate for rate in rates if rate is not None]
+    return median(known) if known else None
+
+
+def _host(host: Host | None, rates: Rates, count: int) -> Host:
+    return replace(
+        host or Host(),
+        memory_gb_s=rates.memory_gb_s,
+        gil_ms_per_gb=rates.gil_ms_per_gb or 0.0,
+        add_gb_s=rates.add_gb_s,
+        # Each device's porter adds what it brings.
+        add_threads=count,
+        optimizer_gb_s=rates.optimizer_gb_s,
+    )
+
+
+def _devices(
+    limits: Limits, ups: Sequence[float | None], downs: Sequence[float | None], machinery: Machinery
+) -> tuple[Device, ...]:
+    """Return each device; () if they differ by no more than measurements do."""
+    least = min(machinery.memory_bytes)
+    columns = (ups, downs, machinery.memory_bytes)
+    if machinery.speeds is None and all(near(min(column), max(column)) for column in map(_numbers, columns)):
+        return ()
+    speeds = machinery.speeds or [1.0] * len(ups)
+    return tuple(
+        Device(
+            speed=speed,
+            memory_bytes=_part(limits.device_memory_bytes, total / least),
+            upload_gb_s=up,
+            download_gb_s=down,
+        )
+        for speed, total, up, down in zip(speeds, machinery.memory_bytes, ups, downs, strict=True)
+    )
+
+
+def _numbers(column: Sequence[float | None]) -> list[float]:
+    return [0.0 if number is None else number for number in column]
+
+
+def _part(nbytes: int | None, factor: float) -> int | None:
+    return None if nbytes is None else int(nbytes * factor)
+
+
+def in_place(host: Host) -> Host:
+    """Return `host` for steps that write the weights that calls read, without a copy in between.
+
+    >>> in_place(Host()).step_bytes == Host().optimizer_bytes
+    True
+    """
+    copying = replace(host, double_buffer=False).step_bytes - host.optimizer_bytes
+    return replace(host, optimizer_bytes=max(host.optimizer_bytes - copying, 0.0))

@@ -1,0 +1,83 @@
+"""Run configurations: settings of a model or of one call, and how the two combine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+import rp_sched
+import torch
+
+from rp_engine.settings.execute_plan import ModelExecutePlan
+
+Grain = Literal["stage", "layer"]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPipeRunConfig:
+    """Settings of a model or of one call. None in a call means the model's setting, None in both the default.
+
+    Args:
+        requires_grad: whether `forward` prepares a backward; default: torch's grad mode.
+        output_device: the device of returned outputs; default: the host.
+        preserve_rng_state: whether layers draw random numbers that do not depend on the devices, and the same ones
+            when they are recomputed, from torch's, Python's and NumPy's global generators; default: True.
+        recompute_grain: whether a backward stage is recomputed whole (``"stage"``, the default) or layer by
+            layer (``"layer"``: less memory, more transfers).
+        num_microbatch: number of microbatches that a batch is split into. ``"auto"``, the default on GPUs: the
+            least whose plan is about the fastest, chosen at the first call and kept. Default on CPU devices, and
+            with an `execute_plan`: number of devices + 1.
+        split_input, split_label, merge_output: specs or functions for `rp_batch`; default: inferred.
+            ``merge_output=False`` returns the outputs as microbatches on the host, see `RoundPipePackedData`.
+        execute_plan: a `ModelExecutePlan` or an `rp_sched.Plan`; default: planned automatically.
+
+    >>> RoundPipeRunConfig(num_microbatch=8).over(RoundPipeRunConfig(recompute_grain="layer")).num_microbatch
+    8
+
+    Raises `ValueError` or `TypeError` for an invalid value.
+    """
+
+    requires_grad: bool | None = None
+    output_device: torch.device | None = None
+    preserve_rng_state: bool | None = None
+    recompute_grain: Grain | None = None
+    num_microbatch: int | Literal["auto"] | None = None
+    split_input: Any = None
+    split_label: Any = None
+    merge_output: Any = None
+    execute_plan: rp_sched.Plan | ModelExecutePlan | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("requires_grad", "preserve_rng_state"):
+            _check_type(name, getattr(self, name), bool)
+        _check_type("execute_plan", self.execute_plan, rp_sched.Plan, ModelExecutePlan)
+        _check_grain(self.recompute_grain)
+        _check_microbatches(self.num_microbatch)
+        if isinstance(self.output_device, str | int):
+            object.__setattr__(self, "output_device", torch.device(self.output_device))
+        _check_type("output_device", self.output_device, torch.device)
+
+    def over(self, below: RoundPipeRunConfig) -> RoundPipeRunConfig:
+        """Return these settings, with None replaced by the setting of `below`."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(below, **{name: value for name, value in values.items() if value is not None})
+
+
+def _check_type(name: str, value: object, *wanted: type) -> None:
+    if value is not None and not isinstance(value, wanted):
+        names = " or ".join(f"a {kind.__name__}" for kind in wanted)
+        raise TypeError(f"{name} must be {names} or None, but is {value!r} instead")
+
+
+def _check_grain(grain: object) -> None:
+    if grain is not None and grain not in get_args(Grain):
+        raise ValueError(f"recompute_grain must be 'stage' or 'layer', but is {grain!r} instead")
+
+
+def _check_microbatches(count: object) -> None:
+    if count is None or count == "auto":
+        return
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(f"num_microbatch must be an int, 'auto' or None, but is {count!r} instead")
+    if count < 1:
+        raise ValueError(f"num_microbatch must be at least 1, but is {count} instead")

@@ -1,0 +1,63 @@
+"""Errors of background work that no later call of the model has raised are printed when the process ends.
+
+A library should not print, but at that point no later call can raise the error, and it would be lost.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+from rp_engine.errors import in_words
+
+_TITLE = (
+    "roundpipe: this failed after the last call of its model, so that nothing could raise it; call synchronize() "
+    "at the end of the program:\n"
+)
+
+
+class Late:
+    """Holds one piece of work's error as text, since an error object would keep its frames' objects alive.
+
+    >>> late = Late()
+    >>> late.note(ValueError("no"))
+    >>> untold()[-1]
+    'ValueError: no\\n'
+    >>> late.tell()
+    >>> "ValueError: no\\n" in untold()
+    False
+    """
+
+    def note(self, error: BaseException) -> None:
+        """Record that the work failed."""
+        _UNTOLD[self] = _report(error)
+
+    def tell(self) -> None:
+        """Note that the user has got the error, if there is one."""
+        _UNTOLD.pop(self, None)
+
+
+def untold() -> list[str]:
+    """Return the errors that the user has not got, the oldest first."""
+    return list(_UNTOLD.values())
+
+
+def tell_the_rest() -> None:
+    """Write the remaining errors to standard error, when the process ends."""
+    for report in untold():
+        if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison] - without a terminal there may be none
+            sys.stderr.write(f"{_TITLE}{report}")
+    _UNTOLD.clear()
+
+
+def _report(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except BaseException:
+        return f"{in_words(error)}\n"
+
+
+_UNTOLD: dict[Late, str] = {}
+# A forked child does not report its parent's errors.
+os.register_at_fork(after_in_child=_UNTOLD.clear)

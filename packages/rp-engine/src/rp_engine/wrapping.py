@@ -1,0 +1,30 @@
+"""What whoever wraps modules asks of the engine: hooks, entrances, kinds of storage, and runs beside the calls."""
+
+from rp_engine.device.entrance import Entrance, entrance_of
+from rp_engine.device.lazy_hooks import register_lazy_hooks
+from rp_engine.device.recompute import prepares
+from rp_engine.device.replica import has_hooks, hooks_of, named_modules
+from rp_engine.device.whole_process.forward_mode import is_in_level
+from rp_engine.engine.aside import aside
+from rp_engine.execution.call import View
+from rp_engine.execution.effects.written import unwritten
+from rp_engine.execution.losses import check_losses
+from rp_engine.state.layers import PinMode
+from rp_engine.state.model_state import MasterKind
+
+__all__ = [
+    "Entrance",
+    "MasterKind",
+    "PinMode",
+    "View",
+    "aside",
+    "check_losses",
+    "entrance_of",
+    "has_hooks",
+    "hooks_of",
+    "is_in_level",
+    "named_modules",
+    "prepares",
+    "register_lazy_hooks",
+    "unwritten",
+]

@@ -1,0 +1,1 @@
+"""The formats: how numbers become codes and scales, and back."""

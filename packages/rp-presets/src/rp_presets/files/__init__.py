@@ -1,0 +1,1 @@
+"""A checkpoint's files before they are read: safe, whole, and of their kind."""

@@ -1,0 +1,55 @@
+"""Evaluate a model on held-out data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from roundpipe import RoundPipe
+
+from rp_trainer.errors import Refused
+from rp_trainer.finetuning.batches import IGNORED, Call, labels_in
+from rp_trainer.rows import settings_for
+from rp_trainer.stopping import Interruption
+
+
+class Evaluation:
+    """Held-out data. `batches`: the arguments of each call, with ``labels``."""
+
+    def __init__(self, batches: Sequence[Call]) -> None:
+        if not batches:
+            raise ValueError("held-out data must have a batch, but has none; leave evaluation out")
+        self._batches = batches
+
+    def loss(self, model: RoundPipe, interruption: Interruption, machines: int = 1) -> float | None:
+        """Return the mean loss over all labels, None after a signal. `machines`: how many share each call.
+
+        The devices compute the losses: a batch's logits would fill the host's memory.
+        """
+        counted = [(batch, count) for batch in self._batches if (count := labels_in(batch, model))]
+        if not counted:
+            raise Refused("no label of the held-out data counts, so it has no loss")
+        losses: list[float] = []
+        for batch in (_for_each(batch, machines) for batch, _ in counted):
+            if interruption.is_asked():
+                return None
+            # The last batch may have fewer sequences.
+            settings = settings_for(model, batch)
+            losses.append(model.loss(input_kwargs=batch, run_config=settings).item())
+        counts = [count for _, count in counted]
+        return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+
+
+def _for_each(batch: Call, machines: int) -> Call:
+    """Return a batch with at least one row per machine, padded by its last row without labels.
+
+    >>> batch = {"input_ids": torch.tensor([[3, 4]]), "labels": torch.tensor([[3, 4]])}
+    >>> _for_each(batch, 2)["labels"].tolist()
+    [[3, 4], [-100, -100]]
+    """
+    rows = len(batch["input_ids"])
+    if rows >= machines:
+        return batch
+    padded = {name: torch.cat([value, *[value[-1:]] * (machines - rows)]) for name, value in batch.items()}
+    padded["labels"][rows:] = IGNORED
+    return padded

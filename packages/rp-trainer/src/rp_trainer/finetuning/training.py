@@ -1,0 +1,130 @@
+"""`Training`: the steps of a fine-tuning, and its evaluations."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from roundpipe import RoundPipe
+
+from rp_trainer.errors import Refused
+from rp_trainer.finetuning.batches import Batches, Call, labels_in
+from rp_trainer.finetuning.evaluation import Evaluation
+from rp_trainer.finetuning.reports import StepFigures, figures_of
+from rp_trainer.finetuning.settings import Settings
+from rp_trainer.finetuning.updates import launch, set_rate, stepped
+from rp_trainer.processes import ALONE, Processes
+from rp_trainer.stopping import Interruption
+
+# The argument by which transformers' models divide the sum over labels, if it is given.
+TOTAL = "num_items_in_batch"
+
+
+class Training:
+    """Trains a wrapped model step by step. `evaluation`: the held-out data, if any.
+
+    Raises `Refused` for several calls a step, if the model's loss cannot be divided by the labels of all.
+    """
+
+    def __init__(
+        self,
+        model: RoundPipe,
+        batches: Batches,
+        settings: Settings,
+        evaluation: Evaluation | None = None,
+        processes: Processes = ALONE,
+    ) -> None:
+        if not hasattr(model, "named_model"):
+            raise Refused(
+                f"the model must be wrapped, see wrap_model_to_roundpipe, but is a {type(model).__name__}"
+            )
+        if settings.step_in_backward and batches.accumulation > 1:
+            raise Refused(f"{settings.names.accumulation} must be 1 with step_in_backward: each call is a step")
+        self.model, self.settings, self.processes = model, settings, processes
+        self._batches, self._evaluation = batches, evaluation
+        self.optimizer = stepped(model, settings)
+        # Whether an evaluation is due: before the first step, or after a signal has ended one.
+        self.owes_evaluation = True
+        if batches.accumulation > 1:
+            _check_accumulation(model, batches.calls(1)[0], settings)
+
+    def check_host(self) -> None:
+        """Raise `HostMemoryShort` unless training fits beside what is in memory now."""
+        self.model.memory_forecast(self.optimizer.exposed(), additions=self._batches.accumulation).check()
+
+    def step(self, step: int) -> tuple[StepFigures, bool]:
+        """Run step number `step`, counted from 1; return its figures and whether its loss is finite.
+
+        If it is not, there is no update. Unless `sync`, the update may end after the return. Raises `Diverged` for
+        gradients that are not finite, of this step or, unless `sync`, of the previous one. With `step_in_backward`
+        the update is part of the call, even if the loss is not finite.
+        """
+        began = time.perf_counter()
+        rate = self.settings.rate(step)
+        set_rate(self.optimizer, rate)
+        during = self.optimizer.in_call() if self.settings.step_in_backward else None
+        loss = self._backpropagate(self._batches.calls(step), during)
+        late = self.model.weights_delay
+        is_finite = math.isfinite(loss)
+        if is_finite:
+            launch(self.optimizer, self.settings, step)
+        seconds = time.perf_counter() - began
+        tokens = self._batches.tokens(step)
+        runtime = self.model.runtime
+        figures = figures_of(runtime, step=step, loss=loss, late=late, tokens=tokens, rate=rate, seconds=seconds)
+        return figures, is_finite
+
+    def _backpropagate(self, calls: Sequence[Call], during: torch.optim.Optimizer | None) -> float:
+        """Run the calls; return the mean loss over the labels of all, with calls weighted by their labels."""
+        whole: dict[str, Any] = {}
+        if len(calls) > 1:
+            own: Any = getattr(self.model.model, "own_loss", None)
+            whole[TOTAL] = sum(own.with_total(call)[TOTAL] for call in calls)
+        losses = [self.model.forward_backward(input_kwargs={**call, **whole}, optimizer=during) for call in calls]
+        return sum(loss.item() for loss in losses)
+
+    def has_labels(self, step: int) -> bool:
+        """Return whether any label of a step counts; the mean over none is not a number."""
+        return any(labels_in(call, self.model) for call in self._batches.calls(step))
+
+    def held_out_loss(self, interruption: Interruption) -> float | None:
+        """Return the mean loss over all held-out labels, after all updates; None if nothing is evaluated.
+
+        It does not change the random numbers that training draws afterwards. A signal ends it after the current
+        call; the result is then None, and checkpoints record that it is still due.
+        """
+        self.owes_evaluation = self._evaluation is not None
+        if self._evaluation is None:
+            return None
+        self.model.synchronize()
+        self.model.eval()
+        try:
+            # Calls draw no seed in evaluation mode, but a layer may draw all the same.
+            with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+                loss = self._evaluation.loss(self.model, interruption, self.processes.size)
+        finally:
+            self.model.train()
+        self.owes_evaluation = loss is None
+        return loss
+
+
+def _check_accumulation(model: RoundPipe, batch: Call, settings: Settings) -> None:
+    """Raise `Refused` unless the model's loss can be divided by the labels of several calls."""
+    own: Any = getattr(model.model, "own_loss", None)
+    if TOTAL not in own.with_total(batch):
+        names = settings.names
+        raise Refused(
+            f"{names.accumulation} must be 1: the loss of a {type(model.named_model).__name__} is a mean over one "
+            f"call; raise {names.batch} and {names.num_microbatch} instead, which is the same sum"
+        )
+
+
+def spoilt_weight(model: RoundPipe, called: str) -> str | None:
+    """Return an error message with the first weight that is not finite; None if all are. `called`: the model."""
+    for name, weight in model.named_model.named_parameters():
+        if not bool(weight.detach().isfinite().all()):
+            return f"{called}: its weight {name} has numbers that are NaN or infinite; fetch it or save it again"
+    return None

@@ -1,0 +1,1 @@
+"""What programs are made of: layers of rows, modules that are taken apart, inputs, outputs and labels."""

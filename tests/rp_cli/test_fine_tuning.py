@@ -1,0 +1,128 @@
+"""`roundpipe train --model`: the same numbers as a plain loop of transformers, and results that load there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import finetuning
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from rp_cli.finetune.data.batches import Sequences, Steps
+from rp_cli.finetune.data.documents import read_samples
+from rp_cli.finetune.data.tokens import Document, Reader
+from rp_cli.main import main
+from rp_trainer.finetuning.settings import learning_rate
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = pytest.mark.usefixtures("measured_once")
+
+RECORDS = {"pairs": finetuning.pairs, "chat": finetuning.chats}
+SIZE, BATCH, STEPS, RATE, DECAY = 40, 2, 2, 1e-2, 0.1
+SETTINGS = ["--sequence", str(SIZE), "--batch", str(BATCH), "--steps", str(STEPS), "--lr", str(RATE), "--sync"]
+SETTINGS += ["--weight-decay", str(DECAY), "--clip", "0.5", "--warm-up", "1", "--devices", "cpu:2"]
+SETTINGS += ["--num-microbatch", "2"]
+
+
+@pytest.fixture(scope="module")
+def folders() -> dict[str, Path]:
+    """Of the models that were made, by family."""
+    return {}
+
+
+def model_folder(folders: dict[str, Path], family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if family not in folders:
+        folders[family] = finetuning.make_model(tmp_path_factory.mktemp(family), family)
+    return folders[family]
+
+
+@pytest.mark.slow
+@pytest.mark.pairwise
+@pytest.mark.parametrize("family", finetuning.FAMILIES)
+@pytest.mark.parametrize("lora", [None, 4])
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("records", RECORDS)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_run_equals_a_plain_loop_over_documents_alone(
+    family: str,
+    lora: int | None,
+    packing: bool,
+    records: str,
+    accumulation: int,
+    tmp_path: Path,
+    folders: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = model_folder(folders, family, tmp_path_factory)
+    data = finetuning.json_lines(tmp_path / "data.jsonl", RECORDS[records](14 * accumulation))
+    chosen = [
+        "--completions-only",
+        *([] if packing else ["--no-packing"]),
+        *([] if lora is None else ["--lora", str(lora)]),
+    ]
+    arguments = ["--model", str(folder), "--data", str(data), "--output", str(tmp_path / "run")]
+    assert main(["train", *arguments, *SETTINGS, *chosen, "--accumulation", str(accumulation)]) == 0
+
+    plain = plain_model(folder, lora)
+    steps = steps_of(folder, data, packing=packing, accumulation=accumulation)
+    losses = plain_loop(plain, steps)
+
+    found = [line["loss"] for line in finetuning.lines(tmp_path / "run")]
+    assert found == pytest.approx(losses, rel=1e-4)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model" if lora is None else folder)
+    if lora is not None:
+        loaded = PeftModel.from_pretrained(loaded, tmp_path / "run" / "model")
+    theirs = plain.state_dict()
+    start = plain_model(folder, lora).state_dict()
+    for name, tensor in loaded.state_dict().items():
+        moved = (theirs[name] - start[name]).norm()
+        assert (tensor - theirs[name]).norm() <= 1e-2 * moved + 1e-6, name
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").chat_template == finetuning.CHATML
+
+
+def plain_model(folder: Path, lora: int | None) -> nn.Module:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if lora is not None:
+        settings = {"r": lora, "lora_alpha": 2 * lora, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+        model = get_peft_model(model, LoraConfig(**settings))
+    return model.train()
+
+
+def steps_of(folder: Path, data: Path, *, packing: bool, accumulation: int) -> Iterator[list[Document]]:
+    """The documents of each step; what is learned of them is tested elsewhere."""
+    reader = Reader(AutoTokenizer.from_pretrained(folder), sequence=SIZE, completions_only=True)
+    sequences = Sequences(reader.read(read_samples("--data", [data])), size=SIZE, packing=packing, seed=0)
+    Steps(sequences, batch=BATCH, accumulation=accumulation, pad=0)
+    rows = BATCH * accumulation
+    for step in range(STEPS):
+        yield [document for row in range(step * rows, (step + 1) * rows) for document in sequences.at(row)]
+
+
+def plain_loop(model: nn.Module, steps: Iterator[list[Document]]) -> list[float]:
+    """Every document alone, one after another: the mean over all labels of a step."""
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    decayed = [one for name, one in trained.items() if one.ndim > 1 and "norm" not in name]
+    others = [one for name, one in trained.items() if not (one.ndim > 1 and "norm" not in name)]
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=(0.9, 0.95))
+    losses: list[float] = []
+    for step, documents in enumerate(steps, 1):
+        total = sum(document.labels for document in documents)
+        sums: list[float] = []
+        for document in documents:
+            tokens, labels = document.tensors()
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+            loss = nn.functional.cross_entropy(logits[:-1], labels[1:], reduction="sum") / total
+            loss.backward()
+            sums.append(loss.item())
+        losses.append(sum(sums))
+        torch.nn.utils.clip_grad_norm_(trained.values(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps=STEPS, highest=RATE, warm_up=1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses

@@ -1,0 +1,135 @@
+"""`roundpipe train` without a model: the small one that comes with it, from the command to the files it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import finetuning
+import pytest
+from rp_cli.main import main
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = pytest.mark.usefixtures("measured_once")
+
+STEPS = 6
+SIZES = ["--batch", "5", "--sequence", "12", "--lr", "1e-2", "--devices", "cpu:2", "--num-microbatch", "4"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(b"".join(b"%d bottles hang on the wall; " % count for count in range(200)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, str]:
+    """The folder that a short training wrote, and what it printed."""
+    folder = tmp_path_factory.mktemp("made") / "by" / "the command"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        given = ["--data", str(text), "--output", str(folder), "--steps", str(STEPS)]
+        assert main(["train", *given, *SIZES]) == 0
+    return folder, printed.getvalue()
+
+
+def test_every_step_leaves_a_line_of_metrics(finished: tuple[Path, str]) -> None:
+    first, *steps, last = finetuning.lines(finished[0])
+
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    assert first["step"] == 0
+    assert last["step"] == STEPS
+    assert abs(first["held_out_loss"] - math.log(257)) < 0.5
+    for line in steps:
+        assert line["host_bytes"] > 0
+        assert len(line["device_bytes"]) == len(line["device_peak_bytes"]) == 2
+        assert 0 < line["tokens_per_s"] <= 60 / line["seconds"] * 1.01
+
+
+def test_the_held_out_loss_is_printed_as_it_was_recorded(finished: tuple[Path, str]) -> None:
+    first, *_, last = finetuning.lines(finished[0])
+
+    told = f"held-out loss {first['held_out_loss']:.2f} -> {last['held_out_loss']:.2f}"
+    assert finished[1].splitlines()[-1] == told
+
+
+def test_the_options_used_are_written_down_with_what_the_machine_decided(
+    finished: tuple[Path, str], text: Path
+) -> None:
+    written = json.loads(finished[0].joinpath("options.json").read_text())
+
+    assert written["data"] == [str(text)]
+    assert written["devices"] == "cpu:2"
+    assert written["dtype"] == "float32"
+    assert written["num_microbatch"] == 4
+    assert "roundpipe_version" in written
+
+
+def test_the_saved_model_and_its_tokenizer_load(finished: tuple[Path, str]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(finished[0] / "model")
+    tokenizer = AutoTokenizer.from_pretrained(finished[0] / "model")
+
+    tokens = tokenizer("Größe: 5 m²\n", return_tensors="pt")["input_ids"]
+
+    assert tokens[0].tolist() == list("Größe: 5 m²\n".encode())
+    assert tokenizer.decode(tokens[0]) == "Größe: 5 m²\n"
+    assert model(input_ids=tokens).logits.shape == (1, len(tokens[0]), 257)
+
+
+def test_a_folder_of_an_earlier_run_is_written_again_only_if_that_is_asked_for(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "--data", str(text), "--output", str(tmp_path / "runs"), *SIZES, "--steps"]
+    assert main([*command, "2"]) == 0
+    before = finetuning.lines(tmp_path / "runs")
+
+    assert main([*command, "1"]) == 2
+    told = "has a run already; continue it by --resume, replace it by --overwrite, or name another folder"
+    assert told in capsys.readouterr().err
+    assert finetuning.lines(tmp_path / "runs") == before
+
+    assert main([*command, "1", "--overwrite"]) == 0
+    assert [line["step"] for line in finetuning.lines(tmp_path / "runs")] == [0, 1, 1]
+
+
+@pytest.mark.slow
+def test_it_takes_the_options_of_a_fine_tuning(text: Path, tmp_path: Path) -> None:
+    given: list[Any] = ["--data", text, "--output", tmp_path / "run", "--lora", "2", "--optimizer", "lion"]
+
+    assert main(["train", *map(str, given), *SIZES, "--steps", "2", "--no-packing"]) == 0
+
+    assert (tmp_path / "run" / "model" / "adapter_config.json").is_file()
+
+
+def test_a_loss_that_is_not_finite_ends_it_with_one_line_and_exit_code_1(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--batch", "4", "--sequence", "8", "--steps", "50", "--lr", "1e38"]
+
+    assert main(["train", "--data", str(text), "--devices", "cpu:1", *small]) == 1
+    assert "must stay finite" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_it_learns(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--data", str(text), *SIZES, "--steps", "60"]) == 0
+
+    before, after = map(float, capsys.readouterr().out.splitlines()[-1].split()[2::2])
+    assert after < before - 1
+
+
+def test_a_model_that_host_memory_is_too_small_for_is_refused_in_one_line(
+    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Less than the process has in use already.
+    monkeypatch.setenv("ROUNDPIPE_HOST_MEMORY", "10MB")
+    arguments = ["--data", str(text), "--output", str(tmp_path / "out"), "--devices", "cpu:1", "--steps", "1"]
+    assert main(["train", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert line.startswith("roundpipe: ")
+    assert "host memory" in line
