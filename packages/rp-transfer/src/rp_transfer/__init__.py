@@ -8,12 +8,24 @@ Importing it opens nothing: no device, stream, thread or context.
 >>> backend.close()
 """
 
-from rp_transfer.api import Abilities, Backend, Device, Event, HostUse, MemoryUse, Stream
+from rp_transfer.api import (
+    Abilities,
+    Backend,
+    Capture,
+    Device,
+    Event,
+    Graph,
+    GraphPool,
+    HostUse,
+    MemoryUse,
+    Stream,
+)
 from rp_transfer.cpu.backend import CpuBackend
 from rp_transfer.errors import (
     BackendUnavailable,
     Closed,
     DeviceStringError,
+    NotCapturable,
     NotConforming,
     PinningWarning,
     TransferError,
@@ -36,6 +48,7 @@ __all__ = [
     "Abilities",
     "Backend",
     "BackendUnavailable",
+    "Capture",
     "Closed",
     "Conveyor",
     "CpuBackend",
@@ -43,6 +56,8 @@ __all__ = [
     "DeviceStringError",
     "Event",
     "GivingBack",
+    "Graph",
+    "GraphPool",
     "Group",
     "HostLimit",
     "HostUse",
@@ -50,6 +65,7 @@ __all__ = [
     "Layout",
     "MappedFiles",
     "MemoryUse",
+    "NotCapturable",
     "NotConforming",
     "PinningWarning",
     "Retainer",

@@ -1,19 +1,22 @@
-"""The protocols that a device backend implements: `Backend`, `Device`, `Stream` and `Event`.
+"""The protocols that a device backend implements: `Backend`, `Device`, `Stream`, `Event` and `Graph`.
 
 A backend owns devices; a device owns five streams. Each stream runs its work in order, and independently of other
-streams unless it waits for an event of theirs. `rp_transfer.testing` checks that a backend keeps these promises.
+streams unless it waits for an event of theirs. A graph is captured work of `compute`, launched again by one call.
+`rp_transfer.testing` checks that a backend keeps these promises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from rp_transfer.memory.blocks import Layout
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class Abilities:
     cannot be measured apart, and what is searched for beside a call slows it. `repeats_exactly`: an operation on
     the same values gives the same bits. `rounds_fp32`: products of fp32 numbers round them first (TF32) if torch
     allows it. `pools_host_memory`: short-lived memory from `Backend.host_empty` comes from a pool that grows.
+    `captures_graphs`: `Device.capture` is there.
 
     >>> from rp_transfer import CpuBackend
     >>> CpuBackend().abilities.repeats_exactly
@@ -68,6 +72,7 @@ class Abilities:
     repeats_exactly: bool
     rounds_fp32: bool
     pools_host_memory: bool
+    captures_graphs: bool
 
 
 @runtime_checkable
@@ -133,6 +138,44 @@ class Stream(Protocol):
 
         Backends that check order raise `Unordered` here; others do nothing.
         """
+        ...
+
+
+class Capture(Protocol):
+    """What a body is given while it is captured."""
+
+    def drawing(self, place: int) -> AbstractContextManager[object]:
+        """Return a context in which operations may draw random numbers, in replays from the seed of this place.
+
+        A place may be entered again, and goes on where it was. Raises `ValueError` for one that was not asked for.
+        """
+        ...
+
+
+class Graph(Protocol):
+    """Captured work of a device's compute stream. Used by the device's thread."""
+
+    def replay(self, seeds: Sequence[int] = ()) -> None:
+        """Enqueue the work on `compute`, with what its memory then holds. `seeds`: one for each place to draw at.
+
+        With the device's generator seeded so before each place, its operations would give the same bits. No
+        version counter moves, no hook runs, and the device's generator stays as it is. What the body returned
+        holds new values afterwards; those of graphs that were captured later into the same pool are lost.
+        The first replay raises `NotCapturable` if the body draws elsewhere; what it enqueued is then useless.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the graph. Its memory is free once none of its tensors is left. May be called twice."""
+        ...
+
+
+class GraphPool(Protocol):
+    """Device memory of graphs that never run at once. It holds what their bodies allocate."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the pool holds now."""
         ...
 
 
@@ -213,6 +256,37 @@ class Device(Protocol):
         """Return cached, unused memory to the device, so that other allocators can have it.
 
         A backend may also switch to an allocation strategy that fragments later allocations less.
+        """
+        ...
+
+    def graph_pool(self) -> GraphPool:
+        """Return a new pool for graphs of this device."""
+        ...
+
+    def capture(
+        self, body: Callable[[Capture], _Result], *, pool: GraphPool, num_draws: int = 0
+    ) -> tuple[_Result, Graph]:
+        """Capture the torch operations of a body, called inside `computing()`; return its result and the graph.
+
+        Nothing of it has run then: what the body wrote is as before, and what it returned has no values. Memory
+        from before that it uses must be there, with other contents, in each replay: parameters, inputs, sums. Its
+        graph of autograd is Python's alone, so backward belongs into the body, or into one captured later.
+        `num_draws`: how many places it draws at, see `Capture.drawing`. Meanwhile other threads may use all of the
+        device but `compute`.
+
+        Raises `NotCapturable` with a reason if the body reads values of the device on the host, waits for the
+        device, draws elsewhere, or raises an error of its own, which is its cause; `torch.OutOfMemoryError` if
+        memory runs out. The device is then as before.
+
+        >>> from rp_transfer import CpuBackend
+        >>> device = CpuBackend(1).devices[0]
+        >>> x = torch.tensor([1.0, 2.0])
+        >>> with device.computing():
+        ...     double, graph = device.capture(lambda capture: x * 2, pool=device.graph_pool())
+        ...     _ = x.fill_(21.0)
+        ...     graph.replay()
+        >>> double
+        tensor([42., 42.])
         """
         ...
 

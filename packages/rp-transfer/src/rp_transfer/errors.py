@@ -6,6 +6,7 @@
     ├── Unordered            two uses of the same memory conflict, and no wait orders them
     ├── Closed               the backend was closed
     ├── BackendUnavailable   the requested devices cannot be opened on this machine
+    ├── NotCapturable        work cannot be captured as a graph; it runs as it is
     └── PinningRefused       the system refused to pin memory; handled inside this package
     PinningWarning (RuntimeWarning)  pinning was refused; issued once by each backend
     DeviceStringError (ValueError)   a malformed device string
@@ -31,6 +32,10 @@ class Closed(TransferError):
 
 class BackendUnavailable(TransferError):
     """The requested devices cannot be opened on this machine; the message says what to do."""
+
+
+class NotCapturable(TransferError):
+    """Work cannot be captured as a graph, for the reason in the message; run it as it is."""
 
 
 class PinningRefused(TransferError):

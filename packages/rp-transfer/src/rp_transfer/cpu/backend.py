@@ -12,14 +12,16 @@ import ctypes
 import math
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import TypeVar
 
 import torch
 
-from rp_transfer.api import Abilities, HostUse, MemoryUse, Stream
+from rp_transfer.api import Abilities, Capture, GraphPool, HostUse, MemoryUse, Stream
 from rp_transfer.cpu.counted import Counting, uncounted
+from rp_transfer.cpu.graphs import CpuGraph, CpuGraphPool, capture
 from rp_transfer.cpu.queued import poison
 from rp_transfer.cpu.race_detector import Allocation, check
 from rp_transfer.cpu.streams import CpuStream, StreamGroup
@@ -30,7 +32,10 @@ from rp_transfer.memory.regions import Regions
 
 _STREAMS = ("compute", "weights_in", "activations_in", "results_out", "gradients_out")
 _ALIGNMENT = 64
-_ABILITIES = Abilities(computes_on_host=True, repeats_exactly=True, rounds_fp32=False, pools_host_memory=False)
+_Result = TypeVar("_Result")
+_ABILITIES = Abilities(
+    computes_on_host=True, repeats_exactly=True, rounds_fp32=False, pools_host_memory=False, captures_graphs=True
+)
 
 
 class CpuDevice:
@@ -133,6 +138,18 @@ class CpuDevice:
 
     def release_unused(self) -> None:
         """Do nothing: freed memory is free at once."""
+
+    def graph_pool(self) -> CpuGraphPool:
+        """Return a new pool."""
+        return CpuGraphPool()
+
+    def capture(
+        self, body: Callable[[Capture], _Result], *, pool: GraphPool, num_draws: int = 0
+    ) -> tuple[_Result, CpuGraph]:
+        """Run the body to see its operations, and undo it; see `rp_transfer.cpu.graphs`."""
+        if not isinstance(pool, CpuGraphPool):
+            raise TypeError(f"graphs of {self._name} need a pool of its own, but got {pool!r}")
+        return capture(self.compute, pool, body, num_draws)
 
 
 def _physical_bytes() -> int:

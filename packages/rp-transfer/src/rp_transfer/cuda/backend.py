@@ -10,17 +10,19 @@ This is the only file that imports CuPy.
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import cupy
 import torch
 
-from rp_transfer.api import Abilities, Event, HostUse, MemoryUse, Stream
+from rp_transfer.api import Abilities, Capture, Event, GraphPool, HostUse, MemoryUse, Stream
 from rp_transfer.checks import check_cast, check_copy
+from rp_transfer.cuda.graphs import CudaGraph, CudaGraphPool, capture
 from rp_transfer.cuda.pinned_pool import HostMemory
 from rp_transfer.cuda.segments import leave_no_holes
 from rp_transfer.errors import BackendUnavailable, Closed, PinningRefused
@@ -31,7 +33,14 @@ from rp_transfer.memory.regions import Regions
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 _ANY_DIRECTION = 4  # cudaMemcpyDefault: the driver infers the direction from the addresses
 _STREAMS = ("compute", "weights_in", "activations_in", "results_out", "gradients_out")
-_ABILITIES = Abilities(computes_on_host=False, repeats_exactly=False, rounds_fp32=True, pools_host_memory=True)
+_Result = TypeVar("_Result")
+_ABILITIES = Abilities(
+    computes_on_host=False,
+    repeats_exactly=False,
+    rounds_fp32=True,
+    pools_host_memory=True,
+    captures_graphs=True,
+)
 # By name: CUDA's streams of devices that are gone, for the next ones. None is ever destroyed, since torch's
 # allocator keeps free memory by stream, and synchronizes with that stream to unmap an expandable segment.
 _IDLE_STREAMS: defaultdict[str, deque[Any]] = defaultdict(deque)
@@ -128,6 +137,8 @@ class CudaDevice:
             streams = [CudaStream(f"{self._name}/{name}", self._torch_device, pinned) for name in _STREAMS]
         self.compute, self.weights_in, self.activations_in, self.results_out, self.gradients_out = streams
         self._streams = streams
+        # Held while a graph is captured: to wait for a stream that is being captured breaks the capture.
+        self._captured = threading.RLock()
 
     @property
     def name(self) -> str:
@@ -181,8 +192,9 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         """Block until all work on the five streams has finished."""
-        for stream in self._streams:
-            stream.native.synchronize()
+        with self._captured:
+            for stream in self._streams:
+                stream.native.synchronize()
 
     def release_unused(self) -> None:
         """Empty the caches of torch's and CuPy's allocators, since cuBLAS and cuDNN allocate outside both.
@@ -192,6 +204,21 @@ class CudaDevice:
         torch.cuda.empty_cache()
         leave_no_holes()
         cupy.get_default_memory_pool().free_all_blocks()
+
+    def graph_pool(self) -> CudaGraphPool:
+        """Return a new pool of torch's allocator."""
+        return CudaGraphPool()
+
+    def capture(
+        self, body: Callable[[Capture], _Result], *, pool: GraphPool, num_draws: int = 0
+    ) -> tuple[_Result, CudaGraph]:
+        """Capture a CUDA graph; see `rp_transfer.cuda.graphs`."""
+        if not isinstance(pool, CudaGraphPool):
+            raise TypeError(f"graphs of {self._name} need a pool of its own, but got {pool!r}")
+        if torch.cuda.current_stream(self._torch_device) != self.compute.torch_stream:
+            raise ValueError(f"graphs of {self._name} are captured inside computing()")
+        with self._captured:
+            return capture(pool, body, self.generator(), num_draws)
 
 
 class _CudaPins:

@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable
 import torch
 
 from rp_transfer.api import Abilities, Backend, Device, Event, Stream
-from rp_transfer.errors import Closed, NotConforming
+from rp_transfer.errors import Closed
 from rp_transfer.memory.blocks import Layout
+from rp_transfer.testing import graph_contract
+from rp_transfer.testing.demands import demand as _demand
+from rp_transfer.testing.demands import demand_raises as _demand_raises
 from rp_transfer.testing.timeout import bounded
 
 Promise = Callable[[Backend, Device], None]
@@ -27,21 +30,6 @@ DTYPES = (
     torch.bool,
 )
 _ALIGNMENT = 64
-
-
-def _demand(truth: bool, promise: str) -> None:
-    if not truth:
-        raise NotConforming(promise)
-
-
-def _demand_raises(kind: type[Exception], call: Callable[[], object], what: str) -> None:
-    try:
-        call()
-    except kind:
-        return
-    except Exception as error:
-        raise NotConforming(f"{what} must raise {kind.__name__}, but raised {error!r}") from error
-    raise NotConforming(f"{what} must raise {kind.__name__}, but raised nothing")
 
 
 def streams_of(device: Device) -> list[Stream]:
@@ -397,6 +385,7 @@ PROMISES: tuple[Promise, ...] = (
     registered_memory_copies,
     any_thread_may_wait,
     abilities_are_told,
+    *graph_contract.PROMISES,
 )
 
 

@@ -219,6 +219,8 @@ class RecordedDevice:
         self.synchronize = inner.synchronize
         self.release_unused = inner.release_unused
         self.obtainable_bytes = inner.obtainable_bytes
+        self.graph_pool = inner.graph_pool
+        self.capture = inner.capture
         base = inner.compute.record(timed=True)
         self.compute, self.weights_in, self.activations_in, self.results_out, self.gradients_out = (
             RecordedStream(getattr(inner, name), number, number * len(_STREAMS) + offset, base, log)
