@@ -84,7 +84,8 @@ def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
 
     Raises `DepthError` for a tree that contains itself or has more than 1,000 levels.
     """
-    return flatten_named(tree, "")
+    # A tensor is what most layers take and return.
+    return ([tree], _LEAF) if type(tree) is torch.Tensor else flatten_named(tree, "")
 
 
 def flatten_named(tree: Tree, *roots: str) -> tuple[list[Any], TreeDef]:
@@ -104,21 +105,27 @@ def flatten_named(tree: Tree, *roots: str) -> tuple[list[Any], TreeDef]:
 def _plain(tree: Tree) -> tuple[list[Any], TreeDef] | None:
     """Flatten a tensor or a tuple of tensors; None for any other tree.
 
-    They are what most layers take and return. For each tensor that optree looks up, it lets go of the GIL twice.
+    For each tensor that optree looks up, it lets go of the GIL twice.
     """
     if type(tree) is torch.Tensor:
-        return [tree], _plain_treedef(None)
+        return [tree], _LEAF
     if type(tree) is tuple and all(type(one) is torch.Tensor for one in cast("tuple[Any, ...]", tree)):
         leaves = list(cast("tuple[Any, ...]", tree))
-        return leaves, _plain_treedef(len(leaves))
+        return leaves, _tuple_treedef(len(leaves))
     return None
 
 
 @lru_cache
-def _plain_treedef(length: int | None) -> TreeDef:
-    """Return the treedef of a tuple of so many leaves, or of a leaf."""
-    tree: Tree = 0 if length is None else (0,) * length
+def _tuple_treedef(length: int) -> TreeDef:
+    """Return the treedef of a tuple of so many leaves."""
+    return _treedef((0,) * length)
+
+
+def _treedef(tree: Tree) -> TreeDef:
     return optree.tree_structure(tree, none_is_leaf=True, namespace=_NAMESPACE)
+
+
+_LEAF = _treedef(0)
 
 
 def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:

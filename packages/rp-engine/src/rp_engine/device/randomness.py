@@ -63,6 +63,10 @@ class Drawer(NamedTuple):
                 assert_never(self.what)
 
 
+# What draws, and for which microbatch.
+_Place = tuple[Drawer, int]
+
+
 def mix(seed: int, layer: int, microbatch: int) -> int:
     """Return the seed of one layer and microbatch in a call (SplitMix64; Steele, Lea and Flood, 2014)."""
     value = (seed + 0x9E3779B97F4A7C15 * (1 + (layer << 20) + microbatch)) & _MASK
@@ -75,7 +79,11 @@ class _Gate:
     """A lock on the CPU generator: shared by threads that should not draw, exclusive for one that does."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        # Entered in place of its condition: each layer does so twice, and a condition's `with` is Python.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        # How many wait to hold it alone.
+        self._waiting = 0
         self._sharers = 0
         self._alone = False
         self._callers = b""
@@ -86,8 +94,9 @@ class _Gate:
 
         If a holder may have drawn, the last one to leave restores this state.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: not self._alone)
+        with self._lock:
+            while self._alone:
+                self._changed.wait()
             if not self._sharers:
                 self._callers = _state()
             self._sharers += 1
@@ -97,13 +106,14 @@ class _Gate:
     def leave(self, *, drawn: bool) -> None:
         """Release the shared lock. `drawn`: the generator may have been drawn from since `share`."""
         _HELD.set(False)
-        with self._changed:
+        with self._lock:
             self._sharers -= 1
             self._drawn |= drawn
             if not self._sharers and self._drawn:
                 self._drawn = False
                 _set_state(self._callers)
-            self._changed.notify_all()
+            if not self._sharers and self._waiting:
+                self._changed.notify_all()
 
     @contextmanager
     def shared(self) -> Generator[None]:
@@ -118,8 +128,12 @@ class _Gate:
     @contextmanager
     def alone(self) -> Generator[None]:
         """Hold the exclusive lock; restore the generator's state on exit."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._alone and not self._sharers)
+        with self._lock:
+            self._waiting += 1
+            try:
+                self._changed.wait_for(lambda: not self._alone and not self._sharers)
+            finally:
+                self._waiting -= 1
             self._alone = True
         _HELD.set(True)
         callers = _state()
@@ -128,7 +142,7 @@ class _Gate:
         finally:
             _HELD.set(False)
             _set_state(callers)
-            with self._changed:
+            with self._lock:
                 self._alone = False
                 self._changed.notify_all()
 
@@ -235,11 +249,10 @@ class Randomness:
 
         If it draws from the CPU generator unexpectedly, it is run again under the exclusive lock.
         """
-        seed = self._mixed(drawer, microbatch)
         place = (drawer, microbatch)
         habits = self._habits
         if drawer in habits.not_drawing:
-            result, on_device, drew = self._beside_others(generator, seed, body)
+            result, on_device, drew = self._beside_others(generator, place, body)
             if not drew:
                 self.drew_on_device.update({place} if on_device else ())
                 return result
@@ -247,7 +260,7 @@ class Randomness:
             habits.not_drawing.discard(drawer)
         looks = drawer not in habits.sources
         run = self._looked_at if looks else self._alone
-        result, on_device, drew = run(generator, seed, drawer, body)
+        result, on_device, drew = run(generator, place, body)
         self.drew_on_device.update({place} if on_device else ())
         if drew or habits.sources[drawer]:
             self.drew.add(place)
@@ -257,25 +270,27 @@ class Randomness:
         return result
 
     def _looked_at(
-        self, generator: torch.Generator, seed: int, drawer: Drawer, body: Callable[[], _Result]
+        self, generator: torch.Generator, place: _Place, body: Callable[[], _Result]
     ) -> tuple[_Result, bool, bool]:
         """Run alone and see which of Python's generators are drawn from. A state takes 20 to 70 µs."""
-        everything = sources()
+        everything, seed = sources(), self._mixed(place)
         with _GATE.alone(), seeded(everything, seed):
             look = Look(everything)
             found = self._from_seed(generator, seed, body)
-            self._habits.sources[drawer] = look.drawn()
+            self._habits.sources[place[0]] = look.drawn()
         return found
 
     def recompute(
         self, generator: torch.Generator, drawer: Drawer, microbatch: int, body: Callable[[], _Result]
     ) -> _Result:
         """Recompute a layer with the random numbers of its first forward."""
-        seed, place = self._mixed(drawer, microbatch), (drawer, microbatch)
+        place = (drawer, microbatch)
         if place in self.drew:
-            return self._alone(generator, seed, drawer, body)[0]
+            return self._alone(generator, place, body)[0]
         with _GATE.shared() if place in self.read else _FREE:
-            return _seeded(generator, seed, body)[0] if place in self.drew_on_device else body()
+            if place not in self.drew_on_device:
+                return body()
+            return _seeded(generator, self._mixed(place), body)[0]
 
     def backward(self, layers: Iterable[int], microbatch: int, *, with_loss: bool) -> AbstractContextManager[None]:
         """Return the lock to hold during backward through these layers, `with_loss` also the loss function.
@@ -291,29 +306,30 @@ class Randomness:
             return _FREE
         return _GATE.shared() if self.drew.isdisjoint(places) else _GATE.alone()
 
-    def _mixed(self, drawer: Drawer, microbatch: int) -> int:
+    def _mixed(self, place: _Place) -> int:
+        drawer, microbatch = place
         return mix(self.seed, drawer.place(self._num_layers), self._first + microbatch)
 
     def uses_generators(self) -> bool:
         """Return whether any layer drew, or read the state, so that it will use a generator again in backward."""
         return bool(self.drew or self.drew_on_device or self.read)
 
-    @staticmethod
     def _beside_others(
-        device: torch.Generator, seed: int, body: Callable[[], _Result]
+        self, device: torch.Generator, place: _Place, body: Callable[[], _Result]
     ) -> tuple[_Result, bool, bool]:
         callers, sets, drew = _GATE.share(), _USES.sets, True
         try:
-            result, on_device = _seeded(device, seed, body)
+            result, on_device = _seeded(device, self._mixed(place), body)
             drew = _USES.sets != sets or _drawn_since(callers)
             return result, on_device, drew
         finally:
             _GATE.leave(drawn=drew)
 
     def _alone(
-        self, device: torch.Generator, seed: int, drawer: Drawer, body: Callable[[], _Result]
+        self, device: torch.Generator, place: _Place, body: Callable[[], _Result]
     ) -> tuple[_Result, bool, bool]:
-        chosen: tuple[Source, ...] = self._habits.sources.get(drawer, ())
+        chosen: tuple[Source, ...] = self._habits.sources.get(place[0], ())
+        seed = self._mixed(place)
         with _GATE.alone(), seeded(chosen, seed):
             return self._from_seed(device, seed, body)
 

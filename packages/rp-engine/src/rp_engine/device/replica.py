@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import rp_batch
@@ -136,11 +136,13 @@ class Twins:
             self._flags[index] = training
         return twin
 
-    @contextmanager
-    def expanded(self, index: int) -> Generator[None]:
+    def is_packed(self, index: int) -> bool:
+        """Return whether any of a layer's weights is packed."""
+        return bool(self._packed_in[index])
+
+    def expanded(self, index: int) -> AbstractContextManager[None]:
         """Let a layer's packed weights be expanded while its forward runs."""
-        with self.expansions.of(index, self._packed_in[index]):
-            yield
+        return self.expansions.of(index, self._packed_in[index])
 
     def enter_backward(self, index: int) -> None:
         """Expand a layer's packed weights for its backward."""

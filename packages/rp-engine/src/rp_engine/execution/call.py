@@ -145,11 +145,6 @@ class Call:
         """
         return self.loss_fn is not None and task.runs_forward and task.layers.stop == self.num_layers
 
-    def view_of(self, layer: int) -> View | None:
-        """What is made of a layer's output instead of carrying it on; None if that crosses a boundary itself."""
-        is_last = layer + 1 == self.num_layers
-        return self.aside.view if self.aside is not None and is_last else None
-
     @contextmanager
     def ambience(self) -> Generator[None]:
         """Apply the caller's grad mode and autocast settings to a worker thread."""

@@ -24,7 +24,8 @@ class Lazy(Protocol):
 
 def computed(tree: Any) -> Any:
     """The tree with ordinary tensors: those that leave a stage are copied as bytes."""
-    if not any(map(is_lazy, rp_batch.flatten(tree)[0])):
+    # An ordinary tensor is what most layers return.
+    if type(tree) is torch.Tensor or not any(map(is_lazy, rp_batch.flatten(tree)[0])):
         return tree
     return rp_batch.map_leaves(lambda leaf: leaf.materialize() if is_lazy(leaf) else leaf, tree)
 

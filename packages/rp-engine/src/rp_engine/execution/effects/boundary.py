@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import rp_batch
@@ -16,27 +15,25 @@ from rp_engine.execution.effects.kinship import Kinship
 _LOOKS = 8
 
 
-@dataclass(frozen=True, slots=True)
 class Given:
-    """A layer's arguments before it ran: their leaves, and how often the tensors among them had been written."""
+    """A layer's arguments before it runs: their leaves, and how often the tensors among them had been written."""
 
-    arguments: Any
-    leaves: list[Any]
-    versions: list[int | None]
+    __slots__ = ("_versions", "arguments", "leaves")
 
-    @classmethod
-    def now(cls, arguments: Any) -> Given:
-        """Note the arguments of a layer as they are now."""
-        leaves = rp_batch.flatten(arguments)[0]
-        return cls(arguments, leaves, list(map(_version, leaves)))
+    def __init__(self, arguments: Any) -> None:
+        self.arguments = arguments
+        self.leaves = rp_batch.flatten(arguments)[0]
+        # Inference tensors have no version, and cannot be written outside of inference mode.
+        self._versions: dict[int, int] = {
+            index: leaf._version
+            for index, leaf in enumerate(self.leaves)
+            if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
+        }
 
     def written(self) -> list[int]:
         """Return the positions of the leaves that were written since."""
-        return [
-            index
-            for index, (leaf, version) in enumerate(zip(self.leaves, self.versions, strict=True))
-            if version is not None and _version(leaf) != version
-        ]
+        leaves = self.leaves
+        return [index for index, version in self._versions.items() if leaves[index]._version != version]
 
 
 class Boundary:
@@ -46,23 +43,20 @@ class Boundary:
         self._call = call
         self._kinship = kinship
 
-    def check_written(self, layer: int, given: Given) -> bool:
-        """Return whether a layer has written its input in place.
+    def check_written(self, layer: int, given: Given) -> None:
+        """Raise `BoundaryError` if what a layer has written of its input may not be written.
 
-        Raises `BoundaryError` if that shares memory with another leaf of the input, or with what others hold:
+        It must not share memory with another leaf of the input, or with what others hold:
         behind a boundary between stages the other one would keep its values.
         """
-        if not (written := given.written()):
-            return False
         kin = self._kinship.of(given.leaves)
-        for index in written:
+        for index in given.written():
             if (own := kin.get(index)) is None:
                 continue
             others = [other for other in kin if other != index and kin[other] == own]
             if others or own.holder is not None:
                 paths = _paths(layer, given.arguments)
                 raise self._shared(layer, paths[index], own.holder or paths[others[0]])
-        return True
 
     def _shared(self, layer: int, path: str, other: str) -> BoundaryError:
         return BoundaryError(
@@ -80,6 +74,13 @@ class Boundary:
                 "and make the call again"
             )
 
+    def looks(self, layer: int, *, is_output: bool) -> bool:
+        """Whether `check_input` or `check_output` still looks: it takes 5 µs.
+
+        A layer that has taken or returned nothing but tensors so often is taken to go on so.
+        """
+        return self._call.habits.looks[layer, self._call.flags[layer], is_output] < _LOOKS
+
     def check_input(self, arguments: Any) -> None:
         """Raise `BoundaryError` if an object that the caller gives has a tensor inside that requires grad."""
         self._check_objects(0, arguments, is_output=False)
@@ -89,10 +90,9 @@ class Boundary:
         self._check_objects(layer, output, is_output=True)
 
     def _check_objects(self, layer: int, tree: Any, *, is_output: bool) -> None:
-        # Layers that have returned nothing but tensors so often are taken to go on so: flattening takes 5 µs.
-        looks, key = self._call.habits.looks, (layer, self._call.flags[layer], is_output)
-        if looks[key] >= _LOOKS:
+        if not self.looks(layer, is_output=is_output):
             return
+        looks, key = self._call.habits.looks, (layer, self._call.flags[layer], is_output)
         objects = {index: leaf for index, leaf in enumerate(rp_batch.flatten(tree)[0]) if not _is_open(leaf)}
         looks[key] += not objects
         for index, leaf in objects.items():
@@ -117,11 +117,6 @@ class Boundary:
 
 def _is_open(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor) or rp_batch.is_plain(leaf)
-
-
-def _version(leaf: object) -> int | None:
-    # Inference tensors have no version, and cannot be written outside of inference mode.
-    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
 
 
 def _paths(layer: int, arguments: Any) -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from rp_sched import Task
 
-from rp_engine.context import LayerCtx, RecomputeCtx
+from rp_engine.context import RecomputeCtx
 from rp_engine.device.activations import PacketCopier
 from rp_engine.device.randomness import Drawer, unseeded
 from rp_engine.device.recompute import Data, Memory
@@ -26,6 +28,7 @@ from rp_engine.execution.effects.precision import least_precise
 from rp_engine.execution.lazy import computed
 from rp_engine.execution.shortage.slots import TaskSlots
 from rp_engine.execution.stage.activity import TaskActivity
+from rp_engine.execution.stage.layer_facts import LayerFacts, wants_examination
 from rp_engine.execution.stage.workplace import Workplace
 from rp_engine.telemetry.layer_times import LayerTimes
 from rp_engine.telemetry.tracing import NOTHING
@@ -33,9 +36,24 @@ from rp_engine.telemetry.tracing import NOTHING
 _FORWARD = "in {0}, forward, microbatch {1}"
 _COMPARISON = "in {0}, recomputation to compare with forward, microbatch {1}"
 _RECOMPUTATION = "in {0}, recomputation, microbatch {1}"
-# How often a layer is examined after it or its flags have changed: the second time only its attributes.
-_EXAMINATIONS = 2
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(slots=True)
+class _Run:
+    """One run of a layer on a microbatch. `given`: its arguments as they were. `has_begun`: it is run again."""
+
+    facts: LayerFacts
+    microbatch: int
+    twin: torch.nn.Module
+    call: _Arguments
+    given: Given
+    recomputes: bool
+    has_begun: bool = False
+
+    def output(self) -> Any:
+        """Call the layer."""
+        return self.twin(*self.call[0], **self.call[1])
 
 
 class LayerRuns:
@@ -64,129 +82,94 @@ class LayerRuns:
         self._memory = Memory(self._device.torch_device, copier, slots)
         self._boundary = Boundary(place.call, kinship)
         self._buffers = LayerBuffers(place.call, task, weights, copier, slots)
+        self._facts = {layer: LayerFacts.of(place, task, layer, self._boundary, times) for layer in task.layers}
         self._later = LaterComparison(place.call, copier, slots, self._device.torch_device)
 
     def run(self, layer: int, microbatch: int, tree: Any, *, recomputes: bool) -> Any:
         """Run a layer whose weights are bound; return its output. `recomputes`: recompute it."""
         self._activity.current = (_RECOMPUTATION if recomputes else _FORWARD, layer, microbatch)
-        twin = self._twins.module(layer, self._call.flags[layer])
+        facts = self._facts[layer]
+        twin = self._twins.module(layer, facts.training)
         call: _Arguments = tree if layer == 0 else ((tree,), {})
-        given = self._given(layer, call)
-        if self._twins.prepares(layer):
-            call = (
-                call[0],
-                {**call[1], "prepared": self._prepared(layer, microbatch, twin, call, recomputes=recomputes)},
-            )
-        if recomputes or not self._wants_examination(layer):
-            output = self._once(layer, microbatch, twin, call, given, recomputes=recomputes)
-        else:
-            output = self._examined(layer, microbatch, twin, call, given)
-        if self._buffers.has(layer) or microbatch == self._task.microbatches.start:
+        if facts.looks_at_input:
+            self._boundary.check_input(call)
+        # Most later layers take one tensor, which is flattened in no time.
+        run = _Run(facts, microbatch, twin, call, Given(call if layer == 0 else tree), recomputes)
+        if facts.prepares:
+            run.call = (call[0], {**call[1], "prepared": self._prepared(run)})
+        is_examined = facts.may_be_examined and not recomputes and wants_examination(self._call, layer)
+        output = self._examined(run) if is_examined else self._once(run)
+        if facts.has_buffers or microbatch == self._task.microbatches.start:
             self._twins.check(layer)
         if self._call.compares and microbatch == 0:
             dtype = self._precision(twin)
             self._later.see(layer, microbatch, output, dtype, recomputes=recomputes)
-        if self.is_for_loss(layer):
+        if facts.is_for_loss:
             return output
-        view = self._call.view_of(layer)
-        return computed(output) if view is None else view(computed(output))
+        return computed(output) if facts.view is None else facts.view(computed(output))
 
-    def _once(
-        self,
-        layer: int,
-        microbatch: int,
-        twin: torch.nn.Module,
-        call: _Arguments,
-        given: Given,
-        *,
-        recomputes: bool,
-        also: Callable[[Data], None] | None = None,
-    ) -> Any:
-        """Run a layer forward or recompute it. `given`: its arguments as they were; `also`: see `Memory.first`."""
-        state = self._call.state.layers[layer]
-
-        def memory() -> LayerCtx:
-            return (
-                self._memory.recompute(layer, microbatch)
-                if recomputes
-                else self._memory.first(layer, microbatch, also)
-            )
-
-        runs: list[int] = []
-
-        def body() -> Any:
-            if runs:
-                self._boundary.check_run_again(layer, given)
-            runs.append(layer)
-            with (
-                self._place.span("forward of {}", state),
-                self._timed(layer, recomputes),
-                memory(),
-                self._twins.expanded(layer),
-            ):
-                return self._twins.outside(layer, twin(*call[0], **call[1]))
-
-        def seeded(run: Callable[[], Any]) -> Any:
-            return self.seeded(Drawer("layer", layer), microbatch, run, recomputes=recomputes)
-
-        has_buffers = self._buffers.has(layer)
-        output = (
-            self._buffers.run(layer, microbatch, body, seeded, recomputes=recomputes)
-            if has_buffers
-            else seeded(body)
-        )
-        self._check(layer, given, output)
+    def _once(self, run: _Run, also: Callable[[Data], None] | None = None) -> Any:
+        """Run a layer forward or recompute it. `also`: see `Memory.first`."""
+        facts, given = run.facts, run.given
+        body = partial(self._body, run, also)
+        if facts.has_buffers:
+            seeded = partial(self.seeded, facts.drawer, run.microbatch, recomputes=run.recomputes)
+            output = self._buffers.run(facts.index, run.microbatch, body, seeded, recomputes=run.recomputes)
+        else:
+            output = self.seeded(facts.drawer, run.microbatch, body, recomputes=run.recomputes)
+        if given.written():
+            self._boundary.check_written(facts.index, given)
+            self._call.habits.writers.add(facts.drawer)
+            self._call.habits.not_drawing.discard(facts.drawer)
+        if facts.looks_at_output:
+            self._boundary.check_output(facts.index, output)
         return output
 
-    # What it may take, write and return
+    def _body(self, run: _Run, also: Callable[[Data], None] | None) -> Any:
+        layer = run.facts.index
+        if run.has_begun:
+            self._boundary.check_run_again(layer, run.given)
+        run.has_begun = True
+        memory = (
+            self._memory.recompute(layer, run.microbatch)
+            if run.recomputes
+            else self._memory.first(layer, run.microbatch, also)
+        )
+        with memory:
+            return self._watched(run) if run.facts.is_watched else run.output()
 
-    def _given(self, layer: int, call: _Arguments) -> Given:
-        if layer == 0:
-            self._boundary.check_input(call)
-            return Given.now(call)
-        # Most later layers take one tensor, which is flattened in no time.
-        return Given.now(call[0][0])
-
-    def _check(self, layer: int, given: Given, output: Any) -> None:
-        if self._boundary.check_written(layer, given):
-            habits, drawer = self._call.habits, Drawer("layer", layer)
-            habits.writers.add(drawer)
-            habits.not_drawing.discard(drawer)
-        if self._crosses(layer):
-            self._boundary.check_output(layer, output)
-
-    def _crosses(self, layer: int) -> bool:
-        """Whether a layer's output crosses a boundary, under some plan: not if only the loss function reads it."""
-        is_read_here = self.is_for_loss(layer) and not self._call.keep_outputs
-        return not is_read_here and self._call.view_of(layer) is None
+    def _watched(self, run: _Run) -> Any:
+        layer = run.facts.index
+        with (
+            self._place.span("forward of {}", run.facts.state),
+            self._timed(layer, run.recomputes),
+            self._twins.expanded(layer),
+        ):
+            return self._twins.outside(layer, run.output())
 
     # Its first runs are examined
 
-    def _wants_examination(self, layer: int) -> bool:
-        seen = self._call.habits.examined
-        return max(seen[layer, True], seen[layer, self._call.with_grad]) < _EXAMINATIONS
-
-    def _examined(self, layer: int, microbatch: int, twin: torch.nn.Module, call: _Arguments, given: Given) -> Any:
+    def _examined(self, run: _Run) -> Any:
         """Run a layer forward; run it once more, and raise `ImpureLayer` if anything differs that should not."""
-        saved: Data = ()
+        layer, saved = run.facts.index, cast("Data", ())
 
         def keep(data: Data) -> None:
             nonlocal saved
             saved = copied(data)
 
         def first() -> Any:
-            output = self._once(layer, microbatch, twin, call, given, recomputes=False, also=keep)
+            output = self._once(run, keep)
             self._twins.check(layer)
             return output
 
         def rerun(arguments: _Arguments) -> Any:
-            self._activity.current = (_COMPARISON, layer, microbatch)
+            self._activity.current = (_COMPARISON, layer, run.microbatch)
             with self._buffers.starting_from(layer, buffers):
-                return self._recompute(layer, microbatch, twin, arguments, copied(saved))
+                return self._recompute(run, arguments, copied(saved))
 
         buffers = self._buffers.values(layer)
         try:
-            output, is_done = examined(self._subject(layer, twin), call, first, rerun)
+            output, is_done = examined(self._subject(layer, run.twin), run.call, first, rerun)
         except ImpureLayer:
             self._twins.spoil(layer)
             raise
@@ -196,18 +179,22 @@ class LayerRuns:
             self._call.habits.examined[layer, self._call.with_grad] += 1
         return output
 
-    def _recompute(self, layer: int, microbatch: int, twin: torch.nn.Module, call: _Arguments, saved: Data) -> Any:
+    def _recompute(self, run: _Run, call: _Arguments, saved: Data) -> Any:
         """Run a layer as a recomputation would, for nothing but its output."""
-        state = self._call.state.layers[layer]
+        facts = run.facts
 
         def body() -> Any:
-            with self._place.span("comparison of {}", state), RecomputeCtx(saved), self._twins.expanded(layer):
-                return self._twins.outside(layer, twin(*call[0], **call[1]))
+            with (
+                self._place.span("comparison of {}", facts.state),
+                RecomputeCtx(saved),
+                self._twins.expanded(facts.index),
+            ):
+                return self._twins.outside(facts.index, run.twin(*call[0], **call[1]))
 
         if self._call.randomness is None:
             # The caller's generators stay as they are.
             return unseeded(self._device.generator(), body)
-        return self.seeded(Drawer("layer", layer), microbatch, body, recomputes=True)
+        return self.seeded(facts.drawer, run.microbatch, body, recomputes=True)
 
     def _subject(self, layer: int, twin: torch.nn.Module) -> Subject:
         call = self._call
@@ -239,27 +226,26 @@ class LayerRuns:
 
     def is_for_loss(self, layer: int) -> bool:
         """Whether the loss function is what reads a layer's output."""
-        return layer + 1 == self._call.num_layers and self._call.computes_loss(self._task)
+        return self._facts[layer].is_for_loss
 
     def _timed(self, layer: int, recomputes: bool) -> AbstractContextManager[None]:
         times, stream = self._times, self._device.compute
         return NOTHING if times is None else times.forward(layer, stream, recomputes=recomputes)
 
-    def _prepared(
-        self, layer: int, microbatch: int, twin: torch.nn.Module, call: _Arguments, *, recomputes: bool
-    ) -> Any:
-        if recomputes:
-            return self._memory.prepared(layer, microbatch)
+    def _prepared(self, run: _Run) -> Any:
+        layer, twin, (args, kwargs) = run.facts.index, run.twin, run.call
+        if run.recomputes:
+            return self._memory.prepared(layer, run.microbatch)
         prepare = cast("Callable[..., Any]", twin.prepare)
-        buffers = self._weights.buffers(self._call.state.layers[layer])
+        buffers = self._weights.buffers(run.facts.state)
         versions = self._weights.versions(buffers)
         # A seed of its own: the recomputation skips `prepare` and must still draw the numbers of forward.
 
         def body() -> Any:
             with self._twins.expanded(layer):
-                return prepare(*call[0], **call[1])
+                return prepare(*args, **kwargs)
 
-        found = self.seeded(Drawer("prepare", layer), microbatch, body, recomputes=False)
+        found = self.seeded(Drawer("prepare", layer), run.microbatch, body, recomputes=False)
         if self._weights.versions(buffers) != versions:
             raise TypeError("prepare wrote a buffer, but recomputation does not call it; write it in forward")
-        return self._memory.keep_prepared(layer, microbatch, found)
+        return self._memory.keep_prepared(layer, run.microbatch, found)

@@ -1,0 +1,73 @@
+"""What a task knows of a layer before it runs: none of it changes from one microbatch to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rp_sched import Task
+
+from rp_engine.device.randomness import Drawer
+from rp_engine.execution.call import Call, View
+from rp_engine.execution.effects.boundary import Boundary
+from rp_engine.execution.stage.workplace import Workplace
+from rp_engine.state.layers import LayerState
+from rp_engine.telemetry.layer_times import LayerTimes
+from rp_engine.telemetry.tracing import SILENT
+
+# How often a layer is examined after it or its flags have changed: the second time only its attributes.
+_EXAMINATIONS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """One layer in one task.
+
+    `is_for_loss`: the loss function of this task is what reads its output. `view`: what is made of its output
+    instead of carrying it on. `is_watched`: its runs are timed or recorded, or weights of it are packed.
+    `may_be_examined`, `looks_at_input`, `looks_at_output`: what has not been seen often enough in earlier tasks.
+    """
+
+    index: int
+    state: LayerState
+    drawer: Drawer
+    training: tuple[bool, ...]
+    prepares: bool
+    has_buffers: bool
+    is_for_loss: bool
+    view: View | None
+    is_watched: bool
+    may_be_examined: bool
+    looks_at_input: bool
+    looks_at_output: bool
+
+    @classmethod
+    def of(
+        cls, place: Workplace, task: Task, layer: int, boundary: Boundary, times: LayerTimes | None
+    ) -> LayerFacts:
+        """What is known of a layer whose twin was built."""
+        call, twins, state = place.call, place.twins, place.call.state.layers[layer]
+        is_last = layer + 1 == call.num_layers
+        is_for_loss = is_last and call.computes_loss(task)
+        view = call.aside.view if call.aside is not None and is_last else None
+        # Under some plan: not if only the loss function reads its output.
+        crosses = view is None and (not is_for_loss or call.keep_outputs)
+        return cls(
+            index=layer,
+            state=state,
+            drawer=Drawer("layer", layer),
+            training=call.flags[layer],
+            prepares=twins.prepares(layer),
+            has_buffers=state.has_buffers,
+            is_for_loss=is_for_loss,
+            view=view,
+            is_watched=times is not None or place.tracer is not SILENT or twins.is_packed(layer),
+            may_be_examined=wants_examination(call, layer),
+            looks_at_input=layer == 0 and boundary.looks(layer, is_output=False),
+            looks_at_output=crosses and boundary.looks(layer, is_output=True),
+        )
+
+
+def wants_examination(call: Call, layer: int) -> bool:
+    """Whether a layer has not been examined often enough for such a call."""
+    seen = call.habits.examined
+    return max(seen[layer, True], seen[layer, call.with_grad]) < _EXAMINATIONS
