@@ -287,10 +287,15 @@ class Randomness:
         place = (drawer, microbatch)
         if place in self.drew:
             return self._alone(generator, place, body)[0]
-        with _GATE.shared() if place in self.read else _FREE:
-            if place not in self.drew_on_device:
-                return body()
-            return _seeded(generator, self._mixed(place), body)[0]
+        if place not in self.read:
+            return self._recompute_beside(generator, place, body)
+        with _GATE.shared():
+            return self._recompute_beside(generator, place, body)
+
+    def _recompute_beside(self, generator: torch.Generator, place: _Place, body: Callable[[], _Result]) -> _Result:
+        if place not in self.drew_on_device:
+            return body()
+        return _seeded(generator, self._mixed(place), body)[0]
 
     def backward(self, layers: Iterable[int], microbatch: int, *, with_loss: bool) -> AbstractContextManager[None]:
         """Return the lock to hold during backward through these layers, `with_loss` also the loss function.

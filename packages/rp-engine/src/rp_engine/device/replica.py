@@ -214,31 +214,9 @@ class Twins:
         for tensor, view in zip(block.tensors, block.layout.views(memory), strict=True):
             self._tensors[id(tensor)].data = view
 
-    def attach(self, block: Block, sums: Sequence[torch.Tensor]) -> None:
-        """Set ``.grad`` of the block's device tensors to their sums; autograd adds there until `detach`.
-
-        Raises `TypeError` if one has a gradient already: a layer's forward made it, and nobody would add it.
-        """
-        if found := self.with_gradient(block):
-            raise TypeError(_GOT_GRADIENT.format(block, f"of shape {tuple(found[0].shape)}"))
-        for twin, gradient in zip(self.tensors(block), sums, strict=True):
-            # One that is frozen may stay in a trainable block for a while.
-            if twin.requires_grad:
-                twin.grad = gradient
-
     def with_gradient(self, block: Block) -> list[torch.Tensor]:
         """The block's device tensors that have a ``.grad``."""
         return [twin for twin in self.tensors(block) if twin.grad is not None]
-
-    def detach(self, block: Block, sums: Sequence[torch.Tensor]) -> None:
-        """Remove ``.grad`` again; copy a gradient that autograd put elsewhere into its sum.
-
-        While a layer's forward runs, its parameters have no ``.grad``: torch could not compile it otherwise.
-        """
-        for twin, gradient in zip(self.tensors(block), sums, strict=True):
-            if twin.grad is not None and twin.grad is not gradient:
-                gradient.copy_(twin.grad)
-            twin.grad = None
 
     def tensors(self, block: Block) -> list[torch.Tensor]:
         """Return the block's device tensors, in its order."""
@@ -296,6 +274,30 @@ class Twins:
         if id(tensor) not in self._tensors:
             self._tensors[id(tensor)] = _empty_like(tensor, self._device)
         return self._tensors[id(tensor)]
+
+
+def attach(block: Block, twins: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]) -> None:
+    """Set ``.grad`` of a block's device tensors to their sums; autograd adds there until `detach`.
+
+    Raises `TypeError` if one has a gradient already: a layer's forward made it, and nobody would add it.
+    """
+    for twin, gradient in zip(twins, sums, strict=True):
+        if twin.grad is not None:
+            raise TypeError(_GOT_GRADIENT.format(block, f"of shape {tuple(twin.shape)}"))
+        # One that is frozen may stay in a trainable block for a while.
+        if twin.requires_grad:
+            twin.grad = gradient
+
+
+def detach(twins: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]) -> None:
+    """Remove ``.grad`` again; copy a gradient that autograd put elsewhere into its sum.
+
+    While a layer's forward runs, its parameters have no ``.grad``: torch could not compile it otherwise.
+    """
+    for twin, gradient in zip(twins, sums, strict=True):
+        if twin.grad is not None and twin.grad is not gradient:
+            gradient.copy_(twin.grad)
+        twin.grad = None
 
 
 # Kind ("module", "parameter" or "buffer"), dotted name, object.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from operator import attrgetter, sub
 
 import torch
 from rp_optim.jobs import Outcome, wait_for_all
 from rp_transfer import Event, Ticket
 
-from rp_engine.device.replica import Twins
+from rp_engine.device.replica import Twins, attach, detach
 from rp_engine.device.transfers import Delivery, bring, save
 from rp_engine.runtime.lane import Lane
 from rp_engine.state.block import Block, in_turn
@@ -19,6 +20,7 @@ from rp_engine.state.layers import LayerState
 from rp_engine.telemetry.layer_times import LayerTimes
 from rp_engine.telemetry.tracing import Tracer
 
+_version = attrgetter("_version")
 _LATE = (
     "{} got a gradient after the backward pass had left it, when its gradients were on their way to the host: it "
     "came in other parts than in the microbatch before. From now on they wait for the end of the backward pass; "
@@ -40,6 +42,27 @@ class OnDevice:
     tracer: Tracer
     frozen: frozenset[int] = frozenset()
     may_outlive: bool = False
+
+
+@dataclass(slots=True)
+class _Sums:
+    """The gradient sums of one block: `memory`, (numel,), and a view of it for each of the device's `twins`.
+
+    `seen`: how often each was added to before the present microbatch.
+    """
+
+    memory: torch.Tensor
+    views: list[torch.Tensor]
+    twins: list[torch.Tensor]
+    seen: list[int]
+
+    def additions(self) -> list[int]:
+        """How often each gradient was added to, in the present microbatch."""
+        return list(map(sub, map(_version, self.views), self.seen))
+
+    def written(self) -> set[int]:
+        """Which gradients were added to."""
+        return {index for index, gradient in enumerate(self.views) if gradient._version}
 
 
 class Weights:
@@ -76,9 +99,9 @@ class Weights:
         self._addresses: set[int] = set()
         self._trained: list[Block] = []
         self._delivered: list[Block] = []
-        # Of each gradient, at the end of the last microbatch.
-        self._seen: dict[Block, list[int]] = {}
-        self._sums: dict[Block, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._sums: dict[Block, _Sums] = {}
+        # Of the weights whose gradient sums are on the device.
+        self.summed_bytes = 0
         self._written: set[Block] = set()
 
     def prefetch(self) -> None:
@@ -139,28 +162,30 @@ class Weights:
                 self._lane.outbox.wait_for_room(self._spare_bytes)
         for block in new:
             self._sums[block] = self._zeros(block)
+            self.summed_bytes += block.nbytes
 
     def _waiting_for_room(self) -> AbstractContextManager[None]:
         return self._tracer.waiting(self._device, "memory", "the gradients before these to leave the device")
 
-    def _zeros(self, block: Block) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _zeros(self, block: Block) -> _Sums:
         layout = block.layout
         memory = self._device.empty((layout.numel,), sum_dtype(layout.dtype), stream=self._device.compute)
         memory.zero_()
         # Views with a version counter each, which counts the additions to each gradient.
-        return memory, [view.data for view in layout.views(memory)]
+        views = [view.data for view in layout.views(memory)]
+        return _Sums(memory, views, self._twins.tensors(block), [0] * len(views))
 
     @contextmanager
     def adding(self) -> Generator[None]:
         """Let autograd add gradients to the sums within the context."""
         self.make_sums()
-        for block, (_, sums) in self._sums.items():
-            self._twins.attach(block, sums)
+        for block, sums in self._sums.items():
+            attach(block, sums.twins, sums.views)
         try:
             yield
         finally:
-            for block, (_, sums) in self._sums.items():
-                self._twins.detach(block, sums)
+            for sums in self._sums.values():
+                detach(sums.twins, sums.views)
         self._refuse_late()
 
     def _refuse_late(self) -> None:
@@ -229,15 +254,9 @@ class Weights:
 
     def note_microbatch(self) -> None:
         """Count a finished microbatch's additions to each gradient; the next one is expected to add as many."""
-        for block in self._sums:
-            seen, before = self._counts(block)
-            self._seen[block] = seen
-            block.additions = [a - b for a, b in zip(seen, before, strict=True)]
-
-    def _counts(self, block: Block) -> tuple[list[int], list[int]]:
-        """Additions to each gradient of a block: now, and at the end of the microbatch before."""
-        now = [gradient._version for gradient in self._sums[block][1]]
-        return now, self._seen.get(block, [0] * len(now))
+        for block, sums in self._sums.items():
+            block.additions = sums.additions()
+            sums.seen = list(map(_version, sums.views))
 
     def complete_above(self, layer: int, layers: range) -> list[Block]:
         """The blocks whose gradients are complete once the last backward through `layers` has reached `layer`.
@@ -257,30 +276,32 @@ class Weights:
         return found
 
     def _has_all(self, block: Block) -> bool:
-        each = block.additions
-        if not block.leaves_early or not all(each):
-            return False
-        now, before = self._counts(block)
-        return now == [a + b for a, b in zip(before, each, strict=True)]
+        before = block.additions
+        return block.leaves_early and all(before) and self._sums[block].additions() == before
 
     def deliver(self, blocks: Sequence[Block]) -> Delivery:
         """Detach the gradient sums of these blocks and return the delivery that downloads them."""
-        self._device.compute.touch(write=[self._sums[block][0] for block in blocks], what="gradients")
-        for block in blocks:
-            self._twins.detach(block, self._sums[block][1])
+        chosen = [self._sums[block] for block in blocks]
+        self._device.compute.touch(write=[sums.memory for sums in chosen], what="gradients")
+        for sums in chosen:
+            detach(sums.twins, sums.views)
         written = {block: self._written_sums(block) for block in blocks}
         # First: if it fails, the turns are still here.
         made = self._device.compute.record()
-        chosen = [(block, *self._sums.pop(block)) for block in blocks]
-        sums = [(block, memory, written[block], self._gradient_turns.pop(block)) for block, memory, _ in chosen]
+        leaving = [
+            (block, self._sums.pop(block).memory, written[block], self._gradient_turns.pop(block))
+            for block in blocks
+        ]
+        self.summed_bytes -= sum(block.nbytes for block in blocks)
         self._delivered += blocks
-        return Delivery(self._lane.outbox, made, sums, self._times, self._tracer)
+        return Delivery(self._lane.outbox, made, leaving, self._times, self._tracer)
 
     def _written_sums(self, block: Block) -> set[int]:
         """Return which gradients the task has summed; those of frozen parameters become zero, and are none."""
-        written = _written(self._sums[block][1])
+        sums = self._sums[block]
+        written = sums.written()
         for index in [index for index in written if id(block.tensors[index]) in self.on.frozen]:
-            self._sums[block][1][index].zero_()
+            sums.views[index].zero_()
             written.remove(index)
         return written
 
@@ -291,10 +312,11 @@ class Weights:
         for block in self._bound:
             self._twins.release(block)
         done = self._device.compute.record()
-        sums = [memory for memory, _ in self._sums.values()]
+        sums = [each.memory for each in self._sums.values()]
         hosts = [block.host_tensors() for block in self._bound] if self.on.may_outlive else []
         self._lane.retainer.keep(done, list(self._bound.values()), list(self._arriving.values()), sums, hosts)
         self._bound, self._arriving, self._sums, self._trained = {}, {}, {}, []
+        self.summed_bytes = 0
 
     def withdraw(self) -> None:
         """Free all device memory, to begin again later; blocks whose turns are left already are saved first."""
@@ -324,7 +346,3 @@ class Weights:
         """The tickets that the task itself must leave; a delivery leaves those it was given."""
         yield from self.turns.values()
         yield from self._gradient_turns.values()
-
-
-def _written(sums: Iterable[torch.Tensor]) -> set[int]:
-    return {index for index, gradient in enumerate(sums) if gradient._version}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import repeat
 
 from rp_sched import Task
 
@@ -24,6 +25,7 @@ class TaskSlots:
         self._taken: dict[Slot, Packet] = {}
         self._fetched: dict[Slot, Packet | None] = {}
         self._put: set[Slot] = set()
+        self._kept: set[Slot] = set()
         # What parts of the task take, and the layers that they recompute.
         self._inner: set[Slot] = set()
         self._recomputed: set[int] = set()
@@ -67,6 +69,7 @@ class TaskSlots:
         """See `Exchange.keep`."""
         if (slot.at, slot.microbatch) in self._done:
             return
+        self._kept.add(slot)
         if slot.at in self._recomputed:
             self._fetched[slot] = packet
         else:
@@ -74,7 +77,8 @@ class TaskSlots:
 
     def drop(self, slot: Slot) -> None:
         """Remove the packet that an earlier try of a layer has kept."""
-        if (slot.at, slot.microbatch) not in self._done:
+        if slot in self._kept and (slot.at, slot.microbatch) not in self._done:
+            self._kept.discard(slot)
             self._fetched.pop(slot, None)
             self._exchange.fetch(slot)
 
@@ -88,7 +92,7 @@ class TaskSlots:
 
     def note_done(self, layers: range, microbatch: int) -> None:
         """These layers have run forward for a microbatch: what they kept stays as it is."""
-        self._done.update((layer, microbatch) for layer in layers)
+        self._done.update(zip(layers, repeat(microbatch)))
 
     def let_go(self, microbatch: int) -> None:
         """Release what was taken for a microbatch, which will not be run again."""

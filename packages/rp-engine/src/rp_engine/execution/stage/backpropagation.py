@@ -59,7 +59,7 @@ class Backpropagation:
             if self._is_part:
                 # Before the layer allocates: a hole that its largest temporaries leave would be split for them.
                 self._weights.make_sums()
-            before = self._used_bytes(microbatch)
+            before = None if self._times is None else self._used_bytes(microbatch)
             tree = self._layers.run(layer, microbatch, tree, recomputes=recomputes)
             if self._times is not None and before is not None:
                 self._times.keep(layer, (self._used_bytes(microbatch) or 0) - before)
@@ -68,7 +68,7 @@ class Backpropagation:
 
     def _used_bytes(self, microbatch: int) -> int | None:
         # Measured on the first microbatch: no later one is larger.
-        is_measured = self._times is not None and microbatch == self._task.microbatches.start
+        is_measured = microbatch == self._task.microbatches.start
         # What stays expanded of the layer before goes when the next one is expanded.
         return self._device.memory().used_bytes - self._twins.expansions.nbytes if is_measured else None
 
@@ -118,6 +118,8 @@ class Backpropagation:
     # Gradients on their way to the host
 
     def _send_complete(self, layer: int) -> None:
+        if self._weights.summed_bytes < _DEPARTURE_BYTES:
+            return
         # Backward runs through later layers first: it has passed all layers above this one.
         blocks = self._weights.complete_above(layer, self._task.layers)
         if sum(block.nbytes for block in blocks) >= _DEPARTURE_BYTES:
