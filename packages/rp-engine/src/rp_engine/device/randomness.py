@@ -95,8 +95,8 @@ class _Gate:
         If a holder may have drawn, the last one to leave restores this state.
         """
         with self._lock:
-            while self._alone:
-                self._changed.wait()
+            if self._alone:
+                self._changed.wait_for(lambda: not self._alone)
             if not self._sharers:
                 self._callers = _state()
             self._sharers += 1
