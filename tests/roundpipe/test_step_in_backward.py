@@ -32,8 +32,8 @@ from roundpipe import (
     wrap_model_to_roundpipe,
 )
 from rp_cli.finetune.forecast import foretold
-from rp_cli.finetune.options import read_fine_tuning
-from rp_cli.options import Given
+from rp_cli.finetune.options import FineTuning
+from rp_cli.options.declared import Given, read
 from rp_engine.state.gradient import Gradient
 from rp_sched import Plan
 from rp_trainer.errors import Refused
@@ -540,7 +540,7 @@ def test_several_machines_are_refused() -> None:
 
 def test_the_command_refuses_several_machines_before_it_makes_a_model() -> None:
     given: dict[str, Any] = {"model": "m", "data": ["d.jsonl"], "output": "run", "clip": "0"}
-    options = read_fine_tuning(Given(**given, step_in_backward=True))
+    options = read(FineTuning, Given(**given, step_in_backward=True))
 
     def foretell(runtime: Runtime) -> str:
         with pytest.raises(Refused) as refused:

@@ -15,13 +15,14 @@ import finetuning
 import pytest
 import torch
 from roundpipe import RoundPipe, Runtime, optim
-from rp_cli import options as names
-from rp_cli.arguments import known_options, parse
-from rp_cli.config_file import with_config
-from rp_cli.finetune.options import FineTuning, read_fine_tuning
+from rp_cli.arguments import parse
+from rp_cli.finetune.options import FineTuning
 from rp_cli.finetune.resumed import check_same
 from rp_cli.finetune.run import settings_of
 from rp_cli.main import main
+from rp_cli.options import shared as names
+from rp_cli.options.config_file import with_config
+from rp_cli.options.declared import declared, read
 from rp_optim import OPTIMIZERS
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning.settings import learning_rate
@@ -44,7 +45,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def options(*given: str) -> FineTuning:
     usual = ["--model", "m", "--data", "d", "--output", "o"]
-    return read_fine_tuning(with_config(parse(["train", *usual, *given]), known_options()))
+    return read(FineTuning, with_config(parse(["train", *usual, *given]), declared(FineTuning)))
 
 
 def test_a_config_file_says_the_same_as_the_command_line(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import programs
 import pytest
@@ -11,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from programs import COMMAND_LINE
 from rp_cli.arguments import parse
-from rp_cli.finetune.options import TINY, read_fine_tuning
+from rp_cli.finetune.options import TINY, FineTuning
 from rp_cli.main import main
-from rp_cli.options import Given
+from rp_cli.options.declared import Default, Given, Reading, declared, read
 from rp_trainer.errors import Refused
 
 # Everything here is over before a model would be made.
@@ -64,6 +65,10 @@ WRONG = {
     "a GPU that is not there": ["train", "--devices", "cuda:512", "--data", __file__],
     "a GPU named twice": ["train", "--devices", "cuda:0,0", "--data", __file__],
     "too little text for a batch": ["train", "--batch", "60000", "--data", __file__],
+    "a report that is nowhere": ["train", "--report", "jsonl"],
+    "checkpoints that are nowhere": ["train", "--keep", "3"],
+    "checkpoints that are often nowhere": ["train", "--save-every", "15min"],
+    "evaluations of nothing": ["train", "--held-out", "0", "--eval-every", "1"],
     "more tokens than positions": [
         "train",
         "--sequence",
@@ -190,7 +195,7 @@ def test_the_devices_variable_is_read_like_the_option(
 def test_data_takes_several_paths_and_may_be_repeated() -> None:
     given = parse(["train", "--data", "a", "b", "--steps", "3", "--data", "c"])
 
-    options = read_fine_tuning(given)
+    options = read(FineTuning, given)
 
     assert options.data == (Path("a"), Path("b"), Path("c"))
     assert options.steps == 3
@@ -199,11 +204,11 @@ def test_data_takes_several_paths_and_may_be_repeated() -> None:
 def test_two_parses_do_not_share_what_they_collect() -> None:
     assert parse(["train", "--data", "a"]).data == ["a"]
     assert parse(["train", "--data", "b"]).data == ["b"]
-    assert parse(["train"]).data is None
+    assert "data" not in vars(parse(["train"]))
 
 
 def test_the_defaults_pass_their_own_checks() -> None:
-    options = read_fine_tuning(Given())
+    options = read(FineTuning, Given())
 
     assert (options.model, options.data, options.output) == (TINY, None, None)
     assert (options.num_microbatch, options.batch, options.steps) == (4, 16, 250)
@@ -211,14 +216,58 @@ def test_the_defaults_pass_their_own_checks() -> None:
 
 
 def test_what_suits_the_small_model_gives_way_to_what_is_given() -> None:
-    options = read_fine_tuning(Given(optimizer="lion", batch="3", epochs="2", eval_data=["a"]))
+    options = read(FineTuning, Given(optimizer="lion", batch="3", epochs="2", eval_data=["a"]))
 
     assert (options.betas, options.num_microbatch, options.steps, options.held_out) == (None, None, None, 0)
 
 
+@pytest.mark.parametrize("given", [{}, {"model": "m", "data": ["d"], "output": "o"}])
+def test_an_option_that_is_given_its_default_changes_nothing(given: dict[str, Any]) -> None:
+    options, before = declared(FineTuning), read(FineTuning, Given(**given))
+    others = Reading(options, Given(**given))
+    named = {
+        one.name: one.default.text(others) if isinstance(one.default, Default) else one.default
+        for one in options.values()
+        if one.name not in given and (given or not one.needs)
+    }
+
+    changed = {
+        name: read(FineTuning, Given(**given, **{name: default}))
+        for name, default in named.items()
+        if default is not None
+    }
+
+    assert {"optimizer", "batch", "sequence", "lr"} < changed.keys()
+    assert {name for name, options in changed.items() if options != before} == set()
+
+
+@pytest.mark.parametrize("name", ["resume", "overwrite"])
+def test_a_flag_that_is_off_excludes_nothing(name: str) -> None:
+    given = {"model": "m", "data": ["d"], "output": "o", "resume": True, "overwrite": True, name: False}
+
+    assert not getattr(read(FineTuning, Given(**given)), name)
+
+
+def test_help_tells_what_suits_the_small_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+
+    told, small = " ".join(capsys.readouterr().out.split()), read(FineTuning, Given())
+    for name, value in [("steps", "250"), ("num_microbatch", "4"), ("lr", "2e-3"), ("sequence", "64")]:
+        assert f"; without --model {value})" in told
+        assert getattr(small, name) == float(value)
+    assert told.count("; without --model ") == 10
+
+
+@pytest.mark.parametrize("option", [["--report", "tensorboard"], ["--keep", "9"], ["--save-every", "1"]])
+def test_what_is_kept_needs_a_folder(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *option]) == 2
+    assert capsys.readouterr().err == f"roundpipe: {option[0]} needs --output, the folder to keep it in\n"
+
+
 def test_a_refusal_names_the_option_and_what_was_found() -> None:
     with pytest.raises(Refused, match=r"--lr must be a finite number above 0, but is 'nan'"):
-        read_fine_tuning(Given(lr="nan"))
+        read(FineTuning, Given(lr="nan"))
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import rp_packing
 from roundpipe.loading import STORED
-from rp_cli.options import PACKINGS
+from rp_cli.options.shared import PACKINGS
 
 PACKAGE = Path(__file__).parents[2] / "packages" / "rp-cli"
 

@@ -13,8 +13,9 @@ import torch
 from rp_cli.arguments import parse
 from rp_cli.estimate.cards import Card
 from rp_cli.estimate.hardware import Machine
-from rp_cli.estimate.options import read_plan_options
+from rp_cli.estimate.options import PlanOptions
 from rp_cli.main import main
+from rp_cli.options.declared import read
 from rp_trainer.errors import Refused
 from sometimes import one_in
 
@@ -621,11 +622,11 @@ def test_more_gpus_than_this_machine_has_are_refused(
 def test_a_folder_is_read_like_its_config(config: Write) -> None:
     path = config(TINY)
     options = [
-        read_plan_options(parse(["plan", "--model", given, *SMALL])) for given in (path, str(Path(path).parent))
+        read(PlanOptions, parse(["plan", "--model", given, *SMALL])) for given in (path, str(Path(path).parent))
     ]
     assert options[0] == options[1]
 
 
 def test_endless_files_are_no_models() -> None:
     with pytest.raises(Refused):
-        read_plan_options(parse(["plan", "--model", "/dev/zero", *SMALL]))
+        read(PlanOptions, parse(["plan", "--model", "/dev/zero", *SMALL]))

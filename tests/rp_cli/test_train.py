@@ -51,6 +51,11 @@ def test_every_step_leaves_a_line_of_metrics(finished: tuple[Path, str]) -> None
         assert 0 < line["tokens_per_s"] <= 60 / line["seconds"] * 1.01
 
 
+def test_that_weights_are_random_is_said_in_words_without_a_path(finished: tuple[Path, str]) -> None:
+    assert "the small model that comes with this command starts from random weights\n" in finished[1]
+    assert "tiny" not in finished[1]
+
+
 def test_the_held_out_loss_is_printed_as_it_was_recorded(finished: tuple[Path, str]) -> None:
     first, *_, last = finetuning.lines(finished[0])
 

@@ -7,8 +7,10 @@ import resource
 from pathlib import Path
 
 import pytest
-from rp_cli.arguments import known_options, parse
-from rp_cli.config_file import with_config
+from rp_cli.arguments import parse
+from rp_cli.finetune.options import FineTuning
+from rp_cli.options.config_file import with_config
+from rp_cli.options.declared import declared
 from rp_trainer.errors import Refused
 
 # Processor time for reading a file, on a slow machine that does other things, too.
@@ -93,7 +95,7 @@ def test_yaml_that_is_not_plain_is_refused_in_one_short_line_at_once(case: str, 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
 
     with pytest.raises(Refused) as refused:
-        with_config(given, known_options())
+        with_config(given, declared(FineTuning))
 
     told = " ".join(str(refused.value).split())
     assert words in told
@@ -119,7 +121,7 @@ def test_a_config_that_is_no_file_is_refused_and_not_waited_for(kind: str, tmp_p
             path.mkdir()
 
     with pytest.raises(Refused, match=r"--config .* (must be a file, but is a|cannot be read)"):
-        with_config(parse(["train", "--config", str(path)]), known_options())
+        with_config(parse(["train", "--config", str(path)]), declared(FineTuning))
 
 
 def test_values_are_read_as_they_are_written(tmp_path: Path) -> None:
@@ -129,7 +131,7 @@ def test_values_are_read_as_they_are_written(tmp_path: Path) -> None:
         "eval-data:\n  - >\n    folded\nmodel: |\n  text\ncompile: On\nsync: no\n"
     )
 
-    given = with_config(parse(["train", "--config", str(path)]), known_options())
+    given = with_config(parse(["train", "--config", str(path)]), declared(FineTuning))
 
     assert (given.batch, given.lr, given.clip) == ("1000", "1e-3", "0.50")
     assert (given.data, given.eval_data, given.model) == (["2024-01-01", "7", "a: b"], ["folded\n"], "text\n")
@@ -142,4 +144,4 @@ def test_a_file_without_options_changes_nothing(content: str, tmp_path: Path) ->
     path.write_text(content)
     given = parse(["train", "--config", str(path), "--batch", "3"])
 
-    assert vars(with_config(given, known_options())) == vars(given)
+    assert vars(with_config(given, declared(FineTuning))) == vars(given)

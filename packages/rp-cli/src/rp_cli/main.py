@@ -5,34 +5,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import Any
 
 from rp_trainer.errors import Diverged, Lost, Refused, ToldElsewhere, Unwritable
 from rp_trainer.stopping import Interrupted
 
-from rp_cli.arguments import known_options, parse
-from rp_cli.config_file import with_config
-from rp_cli.finetune.options import FineTuning, read_fine_tuning
-from rp_cli.options import Given
+from rp_cli.arguments import COMMANDS, Command, parse
+from rp_cli.options.config_file import with_config
+from rp_cli.options.declared import Given, declared, read
 from rp_cli.strangers.visible import visible_output
-from rp_cli.telling.streams import silence, telling
-
-if TYPE_CHECKING:
-    from rp_trainer.processes import Processes
+from rp_cli.telling.streams import silence
 
 FAILED = 1
 REFUSED = 2
 INTERRUPTED = 130
-
-
-# What the subcommands import late, so that help and mistyped options need not wait for torch.
-_LATE = {
-    "env": ("rp_trainer.processes", "rp_cli.commands.env"),
-    "plan": ("rp_cli.estimate.options", "rp_cli.commands.plan"),
-    "train": ("rp_trainer.processes", "rp_cli.finetune.run"),
-}
 
 
 def main(arguments: Sequence[str] | None = None, *, imported: Callable[[], object] = bool) -> int:
@@ -81,65 +68,31 @@ def _is_memory_short(error: RuntimeError) -> bool:
 
 
 def _run(given: Given, imported: Callable[[], object]) -> None:
-    if given.command == "train" and _is_alone():
-        options = _checked(given)
-        _import_late(given, imported)
-        from rp_cli.telling.console import log_printed
-
-        with log_printed():
-            _train(options)
-        return
-    _import_late(given, imported)
-    if given.command == "env":
-        _print_environment(given)
-        return
-    if given.command == "plan":
-        from rp_cli.estimate.options import read_plan_options
-
-        plan_options = read_plan_options(given)
-        from rp_cli.commands.plan import plan
-
-        plan(plan_options)
-        return
+    command = COMMANDS[given.command]
+    is_alone = not command.joins or _is_alone()
+    # Before torch is imported; several processes tell each other of what they refuse.
+    options = _options(command, given) if is_alone else None
+    run = command.imported()
     from rp_trainer.processes import joined
 
     from rp_cli.telling.console import log_printed
 
-    with log_printed(), joined() as processes:
-        _train(processes.all(lambda: _checked(given)), processes)
-
-
-def _import_late(given: Given, imported: Callable[[], object]) -> None:
-    for module in _LATE[given.command]:
-        import_module(module)
     imported()
+    with log_printed():
+        if is_alone:
+            run(options)
+            return
+        with joined() as processes:
+            run(processes.all(lambda: _options(command, given)), processes)
+
+
+def _options(command: Command, given: Given) -> Any:
+    return read(command.options, with_config(given, declared(command.options)))
 
 
 def _is_alone() -> bool:
     """Return whether there is one process only, rather than several started by torchrun."""
     return os.environ.get("WORLD_SIZE", "1") in ("", "1")
-
-
-def _print_environment(given: Given) -> None:
-    """Print facts about this machine and, if there are others, about the network to them."""
-    from rp_trainer.processes import joined
-
-    from rp_cli.commands.env import env
-
-    with nullcontext() if _is_alone() else joined() as processes:
-        env(given.devices, json=given.json, processes=processes)
-
-
-def _checked(given: Given) -> FineTuning:
-    return read_fine_tuning(with_config(given, known_options()))
-
-
-def _train(options: FineTuning, processes: Processes | None = None) -> None:
-    """Train with the other `processes`, or only in this one; what is printed meanwhile cannot end it."""
-    from rp_cli.finetune.run import fine_tune
-
-    with telling():
-        fine_tune(options, processes)
 
 
 def _escape_unencodable(stdout: Any) -> None:  # Any: a text file, or a test's replacement

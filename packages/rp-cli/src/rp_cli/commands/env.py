@@ -12,23 +12,24 @@ from rp_trainer.processes import Processes
 
 from rp_cli.environment.facts import Fact, Section, as_json, as_text
 from rp_cli.environment.hardware import hardware
+from rp_cli.environment.options import EnvOptions
 from rp_cli.environment.software import CUPY, installed, kernels, settings, software
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def env(devices: str | None, *, json: bool, processes: Processes | None = None) -> None:
+def env(options: EnvOptions, processes: Processes | None = None) -> None:
     """Print versions, memory, devices, rates, kernels, and what is missing with the command that installs it.
 
     `processes`: the machines that torchrun started. The first prints its facts, and the network between them.
 
     Raises `Refused` for a devices string or a limit of memory that cannot be parsed.
     """
-    machine, problems = hardware(devices)
+    machine, problems = hardware(options.devices)
     cards = [fact.name for section in machine for fact in section.facts if fact.name.startswith("cuda:")]
     refusals = {card: refusal(torch.device(card)) for card in cards}
     sections = [software(), *machine, *_network(processes), kernels(refusals), settings()]
-    show = as_json if json else as_text
+    show = as_json if options.json else as_text
     print(show(sections, [*_missing(), *problems, *_refused(refusals)]), flush=True)
 
 

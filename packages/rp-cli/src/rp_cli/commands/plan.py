@@ -7,6 +7,7 @@ from rp_cli.estimate.answer import as_json, as_text
 from rp_cli.estimate.foretell import Case, foretell
 from rp_cli.estimate.hardware import machine_of
 from rp_cli.estimate.meta.meta_model import try_if_unusual
+from rp_cli.estimate.network import ONE_MACHINE
 from rp_cli.estimate.options import PlanOptions
 
 
@@ -17,7 +18,8 @@ def plan(options: PlanOptions) -> None:
     """
     try_if_unusual(options.model)
     workload = workload_of(options)
-    case = Case(workload, machine_of(options), options.batch, options.num_microbatch, options.network)
+    network = options.network or ONE_MACHINE
+    case = Case(workload, machine_of(options), options.batch, options.num_microbatch, network)
     answer = foretell(case)
     show = as_json if options.json else as_text
     print(show(answer, changes(options, answer)), flush=True)

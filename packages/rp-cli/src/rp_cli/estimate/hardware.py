@@ -100,7 +100,7 @@ def machine_of(options: PlanOptions) -> Machine:
         card=card,
         ram=ram or machine.ram,
         ram_gb_s=options.ram_gb_s or machine.ram_gb_s,
-        switches=_switches(options.switches, card.link_gb_s) or machine.switches,
+        switches=_switches(options.switches or (), card.link_gb_s) or machine.switches,
     )
 
 

@@ -1,95 +1,282 @@
-"""Check the options of a fine-tuning."""
+"""The options of `roundpipe train`."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from rp_trainer.errors import Refused
 
-from rp_cli import options as checks
-from rp_cli.options import MOST_MICROBATCHES, MOST_STEPS, OPTIMIZERS, WITH_BETAS, Given
+from rp_cli.options import shared
+from rp_cli.options.declared import Default, Reading, option
+from rp_cli.options.kinds import (
+    DEVICES,
+    FLAG,
+    OFF,
+    SWITCH,
+    Kind,
+    listed,
+    number,
+    one_of,
+    path,
+    positive,
+    several,
+    whole,
+)
+from rp_cli.options.shared import MOST_STEPS, WITH_BETAS
 
 # The model where none is given: a configuration, so that weights are random, and a tokenizer of bytes.
 TINY = Path(__file__).parent / "tiny"
-# What suits it, where nothing else is given: docs/staleness.md says why so little momentum.
-_FOR_TINY = {
-    "steps": "250",
-    "batch": "16",
-    "num_microbatch": "4",
-    "sequence": "64",
-    "lr": "2e-3",
-    "warm_up": "0.1",
-    "weight_decay": "0.1",
-    "betas": "0.5,0.95",
-    "held_out": "0.03",
-}
-# Defaults that other options, if they are given, make unfit.
-_UNFIT = {"betas": "optimizer", "num_microbatch": "batch"}
-SCHEDULES = ("cosine", "constant")
-REPORTS = ("jsonl", "tensorboard")
 ALL_LINEAR = "all-linear"
-MOST_BATCH = 2**16
-MOST_SEQUENCE = 2**24
-MOST_RANK = 2**14
 _MINUTES = "min"
+_DTYPE = one_of(
+    ("float32", "bfloat16"),
+    hints={"float16": "; float16 needs scaled losses, which this command does not have: use bfloat16"},
+)
+_SEED = whole(0, 2**63 - 1, bounds="from 0 to 2**63 - 1")
+_REPORTS = several(one_of(("jsonl", "tensorboard"), "KIND"))
+_NEEDS_LORA = ("lora", ", the rank of the adapters")
+_NEEDS_OUTPUT = ("output", ", the folder to keep it in")
 
 
 @dataclass(frozen=True, slots=True)
+class Every:
+    """How often a checkpoint is written: after so many `steps`, or else `minutes`."""
+
+    steps: int | None = None
+    minutes: float | None = None
+
+    def __str__(self) -> str:
+        """As it is given."""
+        return f"{self.minutes:g}{_MINUTES}" if self.steps is None else str(self.steps)
+
+
+def _every(flag: str, text: str) -> Every:
+    try:
+        if text.endswith(_MINUTES):
+            return Every(minutes=positive().read(flag, text.removesuffix(_MINUTES)))
+        return Every(whole(1, MOST_STEPS).read(flag, text))
+    except Refused:
+        raise Refused(f"{flag} must be a number of steps, or minutes such as 15min, but is {text!r}") from None
+
+
+def _warm_up(flag: str, text: str) -> float:
+    steps = number(0, MOST_STEPS).read(flag, text)
+    if steps > 1 and not steps.is_integer():
+        raise Refused(f"{flag} must be a number of steps, or a part of them below 1, but is {text!r}")
+    return steps
+
+
+_EVERY = Kind("N", _every, {"type": ["integer", "string"]})
+_WARM_UP = Kind("N", _warm_up, {"type": "number", "minimum": 0})
+
+
+def _betas(flag: str, text: str) -> tuple[float, float]:
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise Refused(f"{flag} must be two numbers, such as 0.9,0.95, but is {text!r}")
+    first, second = (number(0, 0.999999).read(flag, part) for part in parts)
+    return first, second
+
+
+def _targets(flag: str, texts: list[str]) -> tuple[str, ...] | None:
+    names = tuple(name.strip() for text in texts for name in text.split(","))
+    if not all(names):
+        raise Refused(f"{flag} must be names of layers, such as q_proj v_proj, but one is empty")
+    # PEFT's name for the default.
+    return None if names == (ALL_LINEAR,) else names
+
+
+_Usual = str | Callable[[Reading], str | None] | None
+
+
+def _by_model(usual: _Usual, small: str | None, shown: str = "", *, beside: str = "") -> Default:
+    """Return a default, text or a function of the others; `small`: what suits the small model that comes with the
+    command instead, while the option `beside` has its own default. docs/staleness.md says why so little momentum.
+    """
+
+    def text(others: Reading) -> str | None:
+        if others["model"] == TINY and (not beside or others.is_usual(beside)):
+            return small
+        return usual if isinstance(usual, str | None) else usual(others)
+
+    return Default(text, f"{shown or usual}; without --model {small or 'by --steps'}")
+
+
+def _usual_betas(others: Reading) -> str | None:
+    if others["optimizer"] not in ("adam", "adamw", "muon"):
+        return None
+    # Late steps tolerate less momentum: docs/staleness.md.
+    return "0.9,0.95" if others["sync"] else "0.5,0.95"
+
+
+_LR = _by_model(lambda others: "2e-4" if others["lora"] else "2e-5", "2e-3", "2e-5, with --lora 2e-4")
+_EPOCHS = _by_model(lambda others: None if others.is_given("steps") else "1", None, "1")
+_SHOWN_BETAS = "0.9,0.95, with --no-sync 0.5,0.95; lion 0.9,0.99"
+_STEPS = whole(1, MOST_STEPS)
+_tuning = partial(option, group="fine-tuning")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FineTuning:
-    """The checked options of a fine-tuning.
+    """The options of a fine-tuning, each declared by its field.
+
+    >>> from rp_cli.options.declared import Default, Reading, option
+    >>> read(FineTuning, Given(model=__file__, data=["a.jsonl"], output="run", lora="8")).lr
+    0.0002
 
     None means, for `data`: the standard library's source; `output`: nothing is kept; `tokenizer`: the model's;
     `lora`: all weights are trained; `pack`: none are packed;
     `lora_targets`: all linear layers; `num_microbatch`: chosen; `epochs` or `steps`: the other is used;
-    `eval_every`: at the end only; `save_every`: by time; `dtype` and `devices`: by the machine; `betas`: the
-    optimizer's. `warm_up`: steps, or below 1 a part of all steps.
+    `eval_every`: at the end only; `dtype` and `devices`: by the machine; `betas`: the optimizer's. `warm_up`:
+    steps, or below 1 a part of all steps.
+
+    Raises `Refused` for options that do not go together.
     """
 
-    model: Path
-    tokenizer: Path | None
-    data: tuple[Path, ...] | None
-    eval_data: tuple[Path, ...] | None
-    held_out: float
-    lora: int | None
-    lora_targets: tuple[str, ...] | None
-    lora_alpha: float | None
-    sequence: int
-    batch: int
-    num_microbatch: int | None
-    accumulation: int
-    packing: bool
-    completions_only: bool
-    lr: float
-    warm_up: float
-    schedule: str
-    weight_decay: float
-    clip: float
-    optimizer: str
-    optimizer_state: str
-    pack: str | None
-    betas: tuple[float, float] | None
-    epochs: int | None
-    steps: int | None
-    eval_every: int | None
-    save_every: int | None
-    save_minutes: float | None
-    keep: int
-    resume: bool
-    overwrite: bool
-    sync: bool
-    compile: bool
-    dtype: str | None
-    optim_dtype: str
-    master: str
-    step_in_backward: bool
-    seed: int
-    devices: str | None
-    output: Path | None
-    profile: Path | None
-    report: tuple[str, ...]
+    steps: int | None = option("training steps", _STEPS, _by_model(None, "250", "by --epochs", beside="epochs"))
+    num_microbatch: int | None = option(
+        "parts that a batch is split into",
+        shared.microbatches(),
+        _by_model(None, "4", "the fastest number", beside="batch"),
+        narrowed=shared.of_batch,
+        is_free=True,
+    )
+    lr: float = option("highest learning rate", positive(), _LR)
+    dtype: str | None = option("numbers of the model", _DTYPE, shown="bfloat16 on GPUs, float32 on CPU devices")
+    optim_dtype: str = option("numbers of the optimizer", _DTYPE, "float32")
+    master: str = option(
+        "split: bf16 weights are halves of their fp32 masters, 2 bytes a parameter less",
+        shared.MASTER,
+        "whole",
+        is_free=True,
+    )
+    optimizer_state: str = option(f"{shared.MOMENTS}; bf16 and 8bit are rounded", shared.OPTIMIZER_STATE, "fp32")
+    seed: int = option("seed of the weights and of the order of the data", _SEED, "0")
+    devices: str | None = option(shared.ON_DEVICES, DEVICES, shown="all GPUs, else cpu:2")
+    output: Path | None = option(
+        "where to keep checkpoints, metrics, options and the model",
+        path("FOLDER", is_utf8=True),
+        shown="without --model nowhere",
+    )
+    profile: Path | None = option(
+        "a new file for a trace of the training steps, for Perfetto", path(is_utf8=True), shown="nowhere"
+    )
+    data: tuple[Path, ...] | None = option("files, or folders of them: text, JSONL, Parquet", several(path()))
+    overwrite: bool = option(
+        "replace the run that is in --output, and the trace of --profile", FLAG, False, is_free=True
+    )
+    step_in_backward: bool = option(f"{shared.STEPPED}; with --clip 0", FLAG, False, is_free=True)
+    sync: bool = option(
+        "wait for each optimizer step, or run it beside the next training step, one step late",
+        SWITCH,
+        True,
+        shown="--sync",
+    )
+    model: Path = _tuning(
+        "a folder with a model; without weights, or a config.json: random weights",
+        path(),
+        Default(lambda _: str(TINY)),
+    )
+    tokenizer: Path | None = _tuning("the tokenizer", path("FOLDER"), shown="the model's")
+    config: Path | None = _tuning(
+        "options in YAML, by the same names without dashes; those given here count first",
+        path("FILE"),
+        compare=False,
+        in_files=False,
+    )
+    lora: int | None = _tuning(
+        "train adapters of this rank, with PEFT", shared.RANK, shown="all weights are trained"
+    )
+    pack: str | None = shared.pack(group="fine-tuning")
+    lora_alpha: float | None = _tuning(
+        "adapters count by this over the rank", positive("NUMBER"), shown="twice the rank", needs=_NEEDS_LORA
+    )
+    sequence: int = _tuning("tokens in a sequence", whole(2, shared.MOST_SEQUENCE), _by_model("2048", "64"))
+    batch: int = _tuning("sequences in a call", shared.BATCH, _by_model("8", "16"))
+    accumulation: int = _tuning("calls in a step", shared.BATCH, "1")
+    epochs: int | None = _tuning("times that all data is trained on", _STEPS, _EPOCHS, excludes="steps")
+    schedule: str = _tuning(
+        "learning rate after the warm-up: cosine or constant", one_of(("cosine", "constant"), "NAME"), "cosine"
+    )
+    warm_up: float = _tuning(
+        "steps, or a part of all steps below 1, in which the rate rises", _WARM_UP, _by_model("0.03", "0.1")
+    )
+    optimizer: str = shared.optimizer(group="fine-tuning")
+    betas: tuple[float, float] | None = _tuning(
+        "of adamw, adam, lion and what muon leaves to adamw",
+        Kind("B,B", _betas),
+        _by_model(_usual_betas, "0.5,0.95", _SHOWN_BETAS, beside="optimizer"),
+    )
+    weight_decay: float = _tuning(
+        "of weights, but not of norms and biases", number(0, 1, "RATE"), _by_model("0.01", "0.1")
+    )
+    clip: float = _tuning("largest norm of the gradients; 0: any", number(0, math.inf, "NORM"), "1")
+    held_out: float = _tuning(
+        "of the data, to evaluate on", number(0, 1, "PART"), _by_model("0", "0.03", beside="eval_data")
+    )
+    eval_every: int | None = _tuning(
+        "steps between evaluations", _STEPS, shown="before the first and after the last step"
+    )
+    save_every: Every = _tuning(
+        "steps, or minutes such as 15min, between checkpoints", _EVERY, "15min", needs=_NEEDS_OUTPUT, is_free=True
+    )
+    keep: int = _tuning(
+        "checkpoints to keep, beside the best", whole(1, 10**6), "3", needs=_NEEDS_OUTPUT, is_free=True
+    )
+    lora_targets: tuple[str, ...] | None = _tuning(
+        "layers that get adapters, such as q_proj v_proj",
+        listed("NAME", _targets),
+        shown="all linear layers",
+        needs=_NEEDS_LORA,
+    )
+    eval_data: tuple[Path, ...] | None = _tuning("data to evaluate on", several(path()), excludes="held_out")
+    report: tuple[str, ...] = _tuning(
+        "jsonl, tensorboard, or both", _REPORTS, ["jsonl"], shown="jsonl", needs=_NEEDS_OUTPUT, is_free=True
+    )
+    packing: bool = _tuning("one document in a sequence, instead of as many as fit", OFF, False, name="no_packing")
+    completions_only: bool = _tuning(
+        "learn completions and what the assistant says, instead of everything", FLAG, False
+    )
+    compile: bool = _tuning("compile the layers", FLAG, False, is_free=True)
+    resume: bool = _tuning(
+        "go on from the newest whole checkpoint in --output",
+        FLAG,
+        False,
+        excludes="overwrite",
+        needs=("output", ", the folder of the run to go on with"),
+        is_free=True,
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse options that do not go together."""
+        for flag, value in (("--data", self.data), ("--output", self.output)):
+            if value is None and not self.is_small:
+                raise Refused(f"{flag} must be given with --model")
+        if self.eval_every is not None and not (self.held_out or self.eval_data):
+            raise Refused("--eval-every needs --eval-data or --held-out, to tell what to evaluate")
+        if self.betas is not None and self.optimizer not in WITH_BETAS:
+            raise Refused(f"--betas is for {', '.join(WITH_BETAS)}; --optimizer {self.optimizer} has none")
+        if self.master == "split" and self.optim_dtype != "float32":
+            raise Refused(f"--master split keeps fp32 masters in halves, but --optim-dtype is {self.optim_dtype}")
+        if self.step_in_backward and not self.sync:
+            raise Refused(
+                "--step-in-backward updates weights in the call itself, so it cannot be used with --no-sync"
+            )
+        consumes = "--step-in-backward consumes gradients before"
+        if self.step_in_backward and self.clip:
+            raise Refused(f"{consumes} their norm is known: use --clip 0 with it")
+        if self.step_in_backward and self.accumulation > 1:
+            raise Refused(f"{consumes} those of other calls can be added: use --accumulation 1 with it")
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the model is the small one that comes with the command."""
+        return self.model == TINY
 
     @property
     def alpha(self) -> float:
@@ -104,192 +291,4 @@ class FineTuning:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(one) for one in cast("tuple[Any, ...]", value)]
-    return str(value) if isinstance(value, Path) else value
-
-
-def read_fine_tuning(given: Given) -> FineTuning:
-    """Check the values of all options, apart from those that depend on files and devices.
-
-    >>> read_fine_tuning(Given(model=__file__, data=["a.jsonl"], output="run", lora="8")).lr
-    0.0002
-
-    Raises `Refused` for a value that cannot be used, and for options that do not go together.
-    """
-    given = _completed(given)
-    _refuse_pairs(given)
-    save_every, save_minutes = _save_every(given.save_every)
-    batch = _whole("--batch", given.batch if "batch" in vars(given) else "8", MOST_BATCH)
-    return FineTuning(
-        model=TINY if given.model is None else checks.path("--model", given.model),
-        tokenizer=None if given.tokenizer is None else checks.path("--tokenizer", given.tokenizer),
-        data=_paths("--data", given.data),
-        eval_data=_paths("--eval-data", given.eval_data),
-        held_out=_within("--held-out", given.held_out, 0, 1),
-        lora=None if given.lora is None else _whole("--lora", given.lora, MOST_RANK),
-        lora_targets=_targets(given.lora_targets),
-        lora_alpha=None if given.lora_alpha is None else checks.positive("--lora-alpha", given.lora_alpha),
-        sequence=_whole("--sequence", given.sequence, MOST_SEQUENCE, least=2),
-        batch=batch,
-        num_microbatch=_microbatches(given, batch),
-        accumulation=_whole("--accumulation", given.accumulation, MOST_BATCH),
-        packing=not given.no_packing,
-        completions_only=given.completions_only,
-        lr=checks.positive("--lr", given.lr if "lr" in vars(given) else "2e-5" if given.lora is None else "2e-4"),
-        warm_up=_warm_up(given.warm_up),
-        schedule=_one_of("--schedule", given.schedule, SCHEDULES),
-        weight_decay=_within("--weight-decay", given.weight_decay, 0, 1),
-        clip=_within("--clip", given.clip, 0, math.inf),
-        optimizer=_one_of("--optimizer", given.optimizer, OPTIMIZERS),
-        optimizer_state=checks.optimizer_state(given.optimizer_state),
-        pack=checks.packing(given),
-        betas=_betas(given.betas, given.optimizer, sync=given.sync),
-        epochs=_epochs(given),
-        steps=_whole("--steps", given.steps, MOST_STEPS) if "steps" in vars(given) else None,
-        eval_every=None if given.eval_every is None else _whole("--eval-every", given.eval_every, MOST_STEPS),
-        save_every=save_every,
-        save_minutes=save_minutes,
-        keep=_whole("--keep", given.keep, 10**6),
-        resume=given.resume,
-        overwrite=given.overwrite,
-        sync=given.sync,
-        compile=given.compile,
-        dtype=None if given.dtype is None else _one_of("--dtype", given.dtype, checks.DTYPES, _WHY_NOT_16),
-        optim_dtype=_one_of("--optim-dtype", given.optim_dtype, checks.DTYPES, _WHY_NOT_16),
-        master=checks.master(given),
-        step_in_backward=_step_in_backward(given),
-        seed=checks.seed(given.seed),
-        devices=given.devices,
-        output=None if given.output is None else checks.utf8_path("--output", given.output),
-        profile=None if given.profile is None else checks.utf8_path("--profile", given.profile),
-        report=tuple(_one_of("--report", text, REPORTS) for text in given.report or ["jsonl"]),
-    )
-
-
-def _step_in_backward(given: Given) -> bool:
-    """Return whether the optimizer steps during backward. Raises `Refused` for options that need all gradients."""
-    if not checks.step_in_backward(given):
-        return False
-    for is_asked, option, why in (
-        (given.clip not in ("0", "0.0"), "--clip 0", "their norm is known"),
-        (given.accumulation != "1", "--accumulation 1", "those of other calls can be added"),
-    ):
-        if is_asked:
-            raise Refused(f"--step-in-backward consumes gradients before {why}: use {option} with it")
-    return True
-
-
-_WHY_NOT_16 = "; float16 needs scaled losses, which this command does not have: use bfloat16"
-
-
-def _completed(given: Given) -> Given:
-    """Add the defaults for training without a model. Raises `Refused` if something must be given."""
-    if given.model is None:
-        if given.resume and given.output is None:
-            raise Refused("--resume needs --output, the folder of the run to go on with")
-        others = {other for pair in checks.EITHER for one, other in (pair, pair[::-1]) if one in vars(given)}
-        others |= {name for name, cause in _UNFIT.items() if cause in vars(given)}
-        usual = {name: text for name, text in _FOR_TINY.items() if name not in others}
-        return Given(**{**usual, **vars(given)})
-    for flag, value in (("--data", given.data), ("--output", given.output)):
-        if value is None:
-            raise Refused(f"{flag} must be given with --model")
-    return given
-
-
-def _paths(flag: str, given: list[str] | None) -> tuple[Path, ...] | None:
-    return None if given is None else tuple(checks.path(flag, text) for text in given)
-
-
-def _refuse_pairs(given: Given) -> None:
-    for one, other in checks.EITHER:
-        if one in vars(given) and other in vars(given):
-            both = (one.replace("_", "-"), other.replace("_", "-"))
-            raise Refused(f"--{both[0]} and --{both[1]} exclude each other; use one of them")
-    for name in ("lora_targets", "lora_alpha"):
-        if name in vars(given) and given.lora is None:
-            raise Refused(f"--{name.replace('_', '-')} needs --lora, the rank of the adapters")
-    if "eval_every" in vars(given) and not {"eval_data", "held_out"} & vars(given).keys():
-        raise Refused("--eval-every needs --eval-data or --held-out, to tell what to evaluate")
-
-
-def _microbatches(given: Given, batch: int) -> int | None:
-    if given.num_microbatch == "auto":
-        return None
-    return _whole(
-        "--num-microbatch",
-        given.num_microbatch,
-        min(batch, MOST_MICROBATCHES),
-        also="'auto' or ",
-        why=" (--batch)",
-    )
-
-
-def _epochs(given: Given) -> int | None:
-    if "steps" in vars(given):
-        return None
-    return _whole("--epochs", given.epochs, MOST_STEPS)
-
-
-def _save_every(text: str) -> tuple[int | None, float | None]:
-    """Return the number of steps or of minutes."""
-    if text.endswith(_MINUTES):
-        return None, checks.positive("--save-every", text.removesuffix(_MINUTES))
-    try:
-        return _whole("--save-every", text, MOST_STEPS), None
-    except Refused:
-        raise Refused(
-            f"--save-every must be a number of steps, or minutes such as 15min, but is {text!r}"
-        ) from None
-
-
-def _warm_up(text: str) -> float:
-    number = _within("--warm-up", text, 0, MOST_STEPS)
-    if number > 1 and not number.is_integer():
-        raise Refused(f"--warm-up must be a number of steps, or a part of them below 1, but is {text!r}")
-    return number
-
-
-def _betas(text: str | None, optimizer: str, *, sync: bool) -> tuple[float, float] | None:
-    if text is None:
-        # Late steps tolerate less momentum: docs/staleness.md.
-        return (0.9 if sync else 0.5, 0.95) if optimizer in ("adam", "adamw", "muon") else None
-    if optimizer not in WITH_BETAS:
-        raise Refused(f"--betas is for {', '.join(WITH_BETAS)}; --optimizer {optimizer} has none")
-    parts = text.split(",")
-    if len(parts) != 2:
-        raise Refused(f"--betas must be two numbers, such as 0.9,0.95, but is {text!r}")
-    first, second = (_within("--betas", part, 0, 0.999999) for part in parts)
-    return first, second
-
-
-def _targets(given: list[str] | None) -> tuple[str, ...] | None:
-    if given is None:
-        return None
-    names = tuple(name.strip() for text in given for name in text.split(","))
-    if not all(names):
-        raise Refused("--lora-targets must be names of layers, such as q_proj v_proj, but one is empty")
-    # PEFT's name for the default.
-    return None if names == (ALL_LINEAR,) else names
-
-
-def _one_of(flag: str, text: str, names: tuple[str, ...], why: str = "") -> str:
-    if text not in names:
-        raise Refused(
-            f"{flag} must be one of {', '.join(names)}, but is {text!r}{why if text == 'float16' else ''}"
-        )
-    return text
-
-
-def _whole(flag: str, text: str, most: int, *, least: int = 1, also: str = "", why: str = "") -> int:
-    return checks.whole(flag, text, least=least, most=most, also=also, why=why)
-
-
-def _within(flag: str, text: str, least: float, most: float) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (least <= number <= most and math.isfinite(number)):
-        bounds = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
-        raise Refused(f"{flag} must be a number {bounds}, but is {text!r}")
-    return number
+    return str(value) if isinstance(value, Path | Every) else value

@@ -9,32 +9,7 @@ from rp_trainer.errors import Refused
 from rp_trainer.finetuning.files import earlier_options
 
 from rp_cli.finetune.options import FineTuning
-
-# Options that a resumed run may change: they affect results only by rounding.
-FREE = frozenset(
-    [
-        "compile",
-        "data",
-        "devices",
-        "eval_data",
-        "keep",
-        "master",
-        "model",
-        "num_microbatch",
-        "output",
-        "overwrite",
-        "profile",
-        "report",
-        "resume",
-        "save_every",
-        "save_minutes",
-        "step_in_backward",
-        "tokenizer",
-    ]
-)
-
-# Options that may differ between the machines of a training: their own places, and inputs compared by content.
-OF_A_MACHINE = frozenset(["data", "devices", "eval_data", "model", "output", "profile", "tokenizer"])
+from rp_cli.options.declared import declared
 
 # The values in runs from before an option existed.
 _EARLIER_DEFAULTS = {"optimizer_state": "fp32"}
@@ -45,14 +20,15 @@ def check_same(options: FineTuning, folder: Path, digest: str) -> None:
 
     Paths may differ: data is compared by its tokens, the model by its checkpoint.
     """
-    earlier = earlier_options(folder)
+    earlier, options_of = earlier_options(folder), declared(FineTuning)
     if "data_digest" not in earlier:
         raise Refused(f"--resume: {folder} has a run of an earlier version, which cannot be continued")
     for name, value in options.jsonable().items():
         was = earlier.get(name, _EARLIER_DEFAULTS.get(name))
-        if name not in FREE and was != value:
+        option = options_of[name]
+        if not (option.is_free or option.kind.is_place) and was != value:
             raise Refused(
-                f"--resume needs the same options, but {flag(name)} was {_words(was)} and is "
+                f"--resume needs the same options, but {option.flag} was {_words(was)} and is "
                 f"{_words(value)}; set it as it was, or name another --output"
             )
     if earlier["data_digest"] != digest:
@@ -60,11 +36,6 @@ def check_same(options: FineTuning, folder: Path, digest: str) -> None:
             "--resume needs the same data, but --data, --eval-data or the tokenizer make other tokens now; "
             "name another --output"
         )
-
-
-def flag(name: str) -> str:
-    """Return an option as written on the command line."""
-    return "--no-packing" if name == "packing" else f"--{name.replace('_', '-')}"
 
 
 def _words(value: Any) -> str:

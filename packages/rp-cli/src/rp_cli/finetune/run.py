@@ -38,8 +38,10 @@ from rp_cli.finetune.model import (
 )
 from rp_cli.finetune.options import FineTuning
 from rp_cli.finetune.places import check_places
-from rp_cli.finetune.resumed import OF_A_MACHINE, check_same, flag
+from rp_cli.finetune.resumed import check_same
+from rp_cli.options.declared import declared
 from rp_cli.telling.console import Progress
+from rp_cli.telling.streams import telling
 from rp_cli.telling.tensorboard import TensorBoard, tensorboard_writer
 
 NAMES = Names(
@@ -76,6 +78,8 @@ def fine_tune(given: FineTuning, processes: Processes | None = None) -> None:
     """
     processes = processes or ALONE
     with ExitStack() as stack:
+        # What is printed meanwhile cannot end it.
+        stack.enter_context(telling())
         processes.all(lambda: _check(given, processes))
         folder = stack.enter_context(_taken(given, processes))
         _fine_tune(given, processes, folder)
@@ -127,7 +131,8 @@ def _inputs(given: FineTuning) -> tuple[FineTuning, Any, Data]:
 
 def _facts(options: FineTuning, data: Data) -> dict[str, Any]:
     """Return the values that must be the same on all machines, by the names that users know."""
-    facts = {flag(name): value for name, value in options.jsonable().items() if name not in OF_A_MACHINE}
+    declarations, values = declared(FineTuning), options.jsonable()
+    facts = {one.flag: values[name] for name, one in declarations.items() if not one.kind.is_place}
     return {**facts, "the tokens of --data and --eval-data": data.digest}
 
 
@@ -220,7 +225,9 @@ def _train(
     folder: Folder | None,
 ) -> Outcome:
     count, plan = _planned(options, data, runtime, processes)
-    if not has_weights(options):
+    if options.is_small:
+        print("the small model that comes with this command starts from random weights", flush=True)
+    elif not has_weights(options):
         print(f"random weights: {options.model} has none", flush=True)
     print(f"{_described(options, data)}\n{plan}", flush=True)
     model = wrapped(options, runtime, count)
@@ -249,9 +256,17 @@ def _train(
 
 def settings_of(options: FineTuning, steps: int) -> Settings:
     """Return what the loop needs of the options."""
-    same = {field.name for field in fields(Settings)} - {"steps", "metrics", "names"}
-    values = {name: getattr(options, name) for name in same}
-    return Settings(steps=steps, metrics="jsonl" in options.report, names=NAMES, **values)
+    own = {"steps", "save_every", "save_minutes", "metrics", "names"}
+    same = {field.name: getattr(options, field.name) for field in fields(Settings) if field.name not in own}
+    every = options.save_every
+    return Settings(
+        steps=steps,
+        save_every=every.steps,
+        save_minutes=every.minutes,
+        metrics="jsonl" in options.report,
+        names=NAMES,
+        **same,
+    )
 
 
 def _planned(options: FineTuning, data: Data, runtime: Runtime, processes: Processes) -> tuple[int, str]:

@@ -1,0 +1,1 @@
+"""The options of all commands: declared once, and read from the command line and from YAML."""

@@ -1,0 +1,64 @@
+"""Names, limits and options that several commands have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rp_cli.options.declared import Reading, option
+from rp_cli.options.kinds import FLAG, Kind, one_of, whole
+
+# Above what any job needs: a larger value is a mistake that would otherwise exhaust time or memory.
+MOST_STEPS = 10**9
+MOST_BATCH = 2**16
+MOST_SEQUENCE = 2**24
+# The planner's limit.
+MOST_MICROBATCHES = 2**14
+
+# Of rp_optim.OPTIMIZERS, whose package imports torch; the help does not. Then those that take betas.
+OPTIMIZERS = ("adamw", "adam", "lion", "muon", "adafactor", "sgd", "sgd-momentum")
+WITH_BETAS = ("adamw", "adam", "lion", "muon")
+# Those of rp_packing and of from_pretrained, which need torch: help does without it.
+PACKINGS = ("fp8", "int8", "nf4", "mxfp4", "stored")
+
+OPTIMIZER_STATE = one_of(("fp32", "bf16", "8bit"))
+MASTER = one_of(("whole", "split"))
+RANK = whole(1, 2**14, "RANK")
+BATCH = whole(1, MOST_BATCH)
+MOMENTS = "how the optimizer's moments are kept"
+STEPPED = "update each layer in backward and keep no gradients: almost 2 bytes a parameter less"
+ON_DEVICES = "such as cuda, cuda:0,2, cpu or cpu:4"
+
+
+def json() -> Any:
+    """Declare ``--json``."""
+    return option("print one line of JSON", FLAG, False)
+
+
+def pack(**more: Any) -> Any:
+    """Declare ``--pack``."""
+    why = ": packed weights are frozen, so only adapters can be trained"
+    words = "hold frozen weights in fp8, int8, nf4 or mxfp4, or as they are stored; with --lora"
+    return option(words, one_of(PACKINGS, "FORMAT"), needs=("lora", why), **more)
+
+
+def optimizer(**more: Any) -> Any:
+    """Declare ``--optimizer``."""
+    names = f"{', '.join(OPTIMIZERS[:-1])} or {OPTIMIZERS[-1]}"
+    return option(names, one_of(OPTIMIZERS, "NAME"), "adamw", **more)
+
+
+def of_batch(others: Reading) -> Kind:
+    """A number of microbatches, under the option `batch`."""
+    return microbatches(others["batch"])
+
+
+def microbatches(batch: int = MOST_BATCH) -> Kind:
+    """A number of microbatches of a batch, or None for ``auto``."""
+    most = min(batch, MOST_MICROBATCHES)
+    bounds = f"of at least 1 and at most {most}{', the --batch' if most == batch else ''}"
+    numbers = whole(1, most, also="'auto' or ", bounds=bounds)
+
+    def read(flag: str, text: str) -> int | None:
+        return None if text == "auto" else numbers.read(flag, text)
+
+    return Kind("N", read, {"anyOf": [{"const": "auto"}, numbers.schema]})
