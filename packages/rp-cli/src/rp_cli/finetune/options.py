@@ -125,7 +125,7 @@ _tuning = partial(option, group="fine-tuning")
 class FineTuning:
     """The options of a fine-tuning, each declared by its field.
 
-    >>> from rp_cli.options.declared import Default, Reading, option
+    >>> from rp_cli.options.declared import Given, read
     >>> read(FineTuning, Given(model=__file__, data=["a.jsonl"], output="run", lora="8")).lr
     0.0002
 
