@@ -330,6 +330,40 @@ def test_the_second_run_leaves_buffers_as_they_were(devices: str, plan_name: str
     assert_near(layers.state_dict(), truth.state_dict(), 1e-5)
 
 
+class Scaled(nn.Linear):
+    """Its backward reads, itself, a buffer that its forward has written; and it keeps a tensor for each shape.
+
+    So it runs three times in its first call: the last time on other values, to see whether those change its cache.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.cache = torch.ones(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.cache.shape != x.shape[:1]:
+            self.cache = torch.arange(1.0, len(x) + 1)
+        self.scale.lerp_(x.detach().mean(0), 0.1)
+        return super().forward(x) * self.scale * self.cache[:, None]
+
+
+@pytest.mark.usefixtures("samples_first")
+@pytest.mark.parametrize("plan_name", ["all fused", "one layer a stage"])
+def test_a_buffer_that_backward_reads_is_bit_by_bit_plain_pytorchs_in_the_first_calls(
+    two: Runtime, plan_name: str
+) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(Scaled(), Scaled(), nn.Linear(4, 3))
+    truth = twin(layers)
+
+    losses = train(layers, two, config(plan_name), calls=4)
+
+    wanted = [train_call(truth, *batch(6), microbatches=2) for _ in range(4)]
+    assert torch.equal(torch.stack(losses), torch.stack(wanted))
+    assert all(torch.equal(one, truth.state_dict()[name]) for name, one in layers.state_dict().items())
+
+
 def test_an_object_that_copies_share_with_the_users_layer_may_change(two: Runtime) -> None:
     class Shared:
         calls = 0
