@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
+import yaml
 from rp_cli.arguments import parse
 from rp_cli.finetune.options import FineTuning
+from rp_cli.main import main
 from rp_cli.options.config_file import with_config
-from rp_cli.options.declared import declared
+from rp_cli.options.declared import declared, read
 from rp_trainer.errors import Refused
 
 # Processor time for reading a file, on a slow machine that does other things, too.
@@ -101,6 +106,57 @@ def test_yaml_that_is_not_plain_is_refused_in_one_short_line_at_once(case: str, 
     assert words in told
     assert len(told.replace(str(path), "")) < 500
     assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < MOST_S
+
+
+PLAIN = """
+num-microbatch: auto
+lr: 0.001
+lora: 8
+lora-targets: [q_proj, v_proj]
+data: a.jsonl
+eval_data: [b.jsonl, c.jsonl]
+save-every: 15min
+betas: 0.9,0.99
+report: [jsonl, tensorboard]
+warm-up: 0.1
+no-packing: true
+output: run
+model: m
+"""
+
+
+def schema(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--schema"])
+    assert not ended.value.code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_schema_has_what_a_file_may_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    validator = jsonschema.Draft202012Validator(schema(capsys))
+    path = tmp_path / "a.yaml"
+    path.write_text(PLAIN)
+
+    validator.validate(yaml.safe_load(PLAIN))
+
+    options = declared(FineTuning)
+    assert read(FineTuning, with_config(parse(["train", "--config", str(path)]), options)).lora == 8
+    names = {one.name.replace("_", "-") for one in options.values()} - {"config"}
+    assert {name.replace("_", "-") for name in validator.schema["properties"]} == names
+
+
+@pytest.mark.parametrize(
+    "line", ["batchsize: 2", "batch: 0", "batch: x", "lr: -1", "schedule: cosin", "sync: 1", "report: [wandb]"]
+)
+def test_the_schema_refuses_what_the_command_refuses(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(f"model: m\noutput: run\ndata: d\n{line}\n")
+
+    assert not jsonschema.Draft202012Validator(schema(capsys)).is_valid(yaml.safe_load(line))
+    with pytest.raises(Refused):
+        read(FineTuning, with_config(parse(["train", "--config", str(path)]), declared(FineTuning)))
 
 
 def test_there_are_fifty_hostile_files() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,6 +16,7 @@ from rp_cli import __version__
 from rp_cli.environment.options import EnvOptions
 from rp_cli.estimate.options import PlanOptions
 from rp_cli.finetune.options import FineTuning
+from rp_cli.options.config_file import schema
 from rp_cli.options.declared import Given, Option, declared
 
 
@@ -108,6 +110,14 @@ class _Parser(argparse.ArgumentParser):
         raise Refused(f"{message}; `{self.prog} --help` shows the usage")
 
 
+class _Schema(argparse.Action):
+    """Prints the schema of the options of the dataclass `const`, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        print(json.dumps(schema(declared(self.const)), indent=2))
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="roundpipe", description="Train large models on the devices you have.")
     parser.add_argument("--version", action="version", version=f"roundpipe {__version__}")
@@ -115,6 +125,9 @@ def _parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         own = commands.add_parser(name, help=command.help, description=command.description, allow_abbrev=False)
         _add_options(own, declared(command.options).values())
+        if "config" in declared(command.options):
+            words = "print the JSON schema of files for --config, for editors, and end"
+            own.add_argument("--schema", action=_Schema, nargs=0, const=command.options, help=words)
     return parser
 
 

@@ -36,6 +36,23 @@ def with_config(given: Given, options: Mapping[str, Option]) -> Given:
     return Given(**{**in_file, **on_command_line})
 
 
+def schema(options: Mapping[str, Option]) -> dict[str, Any]:
+    """Return the JSON schema of files for ``--config``, by which an editor completes and checks them.
+
+    It has each value, but not which of them go together.
+    """
+    known = [(one.name.replace("_", "-"), one) for one in options.values() if one.in_files]
+    # Names may have underscores, too.
+    others = {one.name: {"$ref": f"#/properties/{name}"} for name, one in known}
+    own = {name: {**one.kind.schema, "description": one.told} for name, one in known}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "type": "object",
+        "properties": {**others, **own},
+        "additionalProperties": False,
+    }
+
+
 def _named(path: Path, known: Mapping[str, Option]) -> dict[str, Value]:
     named: dict[str, Value] = {}
     for key, value in read_plain("--config", path):
