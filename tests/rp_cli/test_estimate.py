@@ -17,7 +17,7 @@ from rp_cli.estimate.meta.meta_model import adapt
 from rp_cli.estimate.meta.meter import FusedAttention, Meter
 from rp_cli.estimate.meta.observe import observe
 from rp_cli.estimate.network import Network
-from rp_cli.estimate.workload import Workload
+from rp_cli.estimate.workload import Training, Workload
 from rp_optim import OPTIMIZERS
 from rp_presets import to_sequential
 from rp_sched import Task
@@ -205,7 +205,7 @@ def test_host_memory_is_the_engines_own_forecast(optimizer: str, dtype: torch.dt
         is_muon = optimizer == "muon"
         trained = muon_groups(model.named_model, named, lr=0.1) if is_muon else [one for _, one in named]
         engine = model.memory_forecast(OPTIMIZERS[optimizer](trained), additions=2).whole
-    workload = Workload.of(on_meta(config, dtype), sequence=16, optimizer=optimizer, optim_dtype=masters)
+    workload = Workload.of(on_meta(config, dtype), Training(sequence=16, optimizer=optimizer, optim_dtype=masters))
     layers = range(len(workload.observed.facts))
     tasks = [Task("FB", layers, range(0, 2), 0), Task("FB", layers, range(2, 4), 1)]
     ours = workload.forecast(tasks, 4, 1, Machine(CARDS[0], 2, None, 100.0)).whole
@@ -213,7 +213,7 @@ def test_host_memory_is_the_engines_own_forecast(optimizer: str, dtype: torch.dt
 
 
 def test_activations_between_stages_are_counted_on_the_host() -> None:
-    workload = Workload.of(on_meta(MODELS["Qwen3-1.7B"]), sequence=2048)
+    workload = Workload.of(on_meta(MODELS["Qwen3-1.7B"]), Training(sequence=2048))
     card = card_named("RTX 4090")
     assert card is not None
     large, small = (
@@ -225,14 +225,14 @@ def test_activations_between_stages_are_counted_on_the_host() -> None:
 
 
 def test_weights_get_second_blocks_where_they_take_little() -> None:
-    workload = Workload.of(on_meta(Qwen3Config(**SHAPE)), sequence=16)
+    workload = Workload.of(on_meta(Qwen3Config(**SHAPE)), Training(sequence=16))
     weights = 2 * workload.trained
     assert workload.is_double(ram(17 * weights))
     assert not workload.is_double(ram(15 * weights))
 
 
 def test_fp32_gradients_cost_the_network_half_as_much_again() -> None:
-    workload = Workload.of(on_meta(Qwen3Config(**SHAPE)), sequence=16)
+    workload = Workload.of(on_meta(Qwen3Config(**SHAPE)), Training(sequence=16))
     layers = range(len(workload.observed.facts))
     once = [Task("FB", layers, range(4), 0)]
     twice = [Task("FB", layers, range(2), 0), Task("FB", layers, range(2, 4), 1)]
@@ -251,7 +251,7 @@ def test_fp32_gradients_cost_the_network_half_as_much_again() -> None:
 def test_adapters_send_what_they_train() -> None:
     model = on_meta(Qwen3Config(**SHAPE))
     adapt(model, 4)
-    workload = Workload.of(model, sequence=16, is_adapted=True)
+    workload = Workload.of(model, Training(sequence=16, is_adapted=True))
     layers = range(len(workload.observed.facts))
     # In fp32, as PEFT makes them: 4 bytes of gradients and of weights, half of them of others.
     sent = workload.traffic_bytes(2, [Task("FB", layers, range(4), 0)])
@@ -346,7 +346,7 @@ def foretold(name: str) -> Foretold:
     made = on_meta(MODELS[model])
     if rank is not None:
         adapt(made, rank)
-    workload = Workload.of(made, sequence=2048, is_adapted=rank is not None)
+    workload = Workload.of(made, Training(sequence=2048, is_adapted=rank is not None))
     return foretell(Case(workload, h200s(gpus, memory_gb), batch, microbatches))
 
 

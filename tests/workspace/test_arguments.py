@@ -14,7 +14,6 @@ MANY = {
     "roundpipe.models.wrap.wrap_model_to_roundpipe",
     "rp_checkpoint.saving.save.prepared",
     "rp_checkpoint.saving.save.save_checkpoint",
-    "rp_cli.estimate.workload.Workload.of",
     "rp_optim.optimizers.adam.Adam.__init__",
     "rp_optim.optimizers.adam.AdamW.__init__",
     "rp_optim.optimizers.lion.Lion.__init__",

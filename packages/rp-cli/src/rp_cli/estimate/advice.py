@@ -15,7 +15,7 @@ from rp_cli.estimate.hardware import Machine, machine_of
 from rp_cli.estimate.meta.meta_model import check_positions, model_of, packing_of
 from rp_cli.estimate.network import ONE_MACHINE, Network
 from rp_cli.estimate.options import PlanOptions
-from rp_cli.estimate.workload import Workload
+from rp_cli.estimate.workload import Training, Workload
 
 # The rank that is proposed for adapters.
 RANK = 16
@@ -97,23 +97,21 @@ def _with_card(options: PlanOptions, now: Foretold, card: Card) -> Machine:
 
 
 def _for_host(options: PlanOptions, now: Foretold) -> Iterator[Change]:
-    workload = now.case.workload
     yield from _first_that_fits(_more_machines(options, now))
     if options.master == "whole":
-        split = replace(workload, master="split")
-        yield from _first_that_fits([_change("--master split", now, workload=split)])
+        yield from _first_that_fits([_trained("--master split", now, master="split")])
     if not options.step_in_backward and now.case.machines == 1:
-        stepped = replace(workload, step_in_backward=True)
-        yield from _first_that_fits([_change("--step-in-backward", now, workload=stepped)])
-    yield from _first_that_fits(
-        _change(f"--optimizer-state {kind}", now, workload=replace(workload, optimizer_state=kind))
-        for kind in (_SMALLER_KINDS if options.optimizer_state == "fp32" else ())
-    )
-    yield from _first_that_fits(
-        _change(f"--optimizer {name}", now, workload=replace(workload, optimizer=name))
-        for name in (_SMALLER_STATES if options.optimizer in ("adam", "adamw") else ())
-    )
+        yield from _first_that_fits([_trained("--step-in-backward", now, step_in_backward=True)])
+    kinds = _SMALLER_KINDS if options.optimizer_state == "fp32" else ()
+    names = _SMALLER_STATES if options.optimizer in ("adam", "adamw") else ()
+    yield from _first_that_fits(_trained(f"--optimizer-state {kind}", now, optimizer_state=kind) for kind in kinds)
+    yield from _first_that_fits(_trained(f"--optimizer {name}", now, optimizer=name) for name in names)
     yield from _first_that_fits(_more_ram(now))
+
+
+def _trained(option: str, now: Foretold, **changed: Any) -> Change:  # Any: fields of `Training`
+    workload = now.case.workload
+    return _change(option, now, workload=replace(workload, how=replace(workload.how, **changed)))
 
 
 def _more_ram(now: Foretold) -> Iterator[Change]:
@@ -191,14 +189,5 @@ def workload_of(options: PlanOptions) -> Workload:
     """Return the workload that the options describe. Raises `Refused` for a model that cannot be planned for."""
     model = model_of(options.model, options.lora, pack=options.pack)
     check_positions(model, options.sequence)
-    return Workload.of(
-        model,
-        sequence=options.sequence,
-        optimizer=options.optimizer,
-        optimizer_state=options.optimizer_state,
-        utilisation=options.utilisation,
-        is_adapted=options.lora is not None,
-        packing=packing_of(options.model, options.pack),
-        master=options.master,
-        step_in_backward=options.step_in_backward,
-    )
+    how = Training.of(options, utilisation=options.utilisation)
+    return Workload.of(model, how, packing_of(options.model, options.pack))

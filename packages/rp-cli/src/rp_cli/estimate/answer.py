@@ -26,6 +26,8 @@ _BOUNDS: Mapping[Bound, str] = {
     "network": "the network",
 }
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# What JSON has of `Training`.
+_HOW = ("optimizer", "optimizer_state", "master", "step_in_backward")
 _MOST_STAGES = 16
 _MOST_CHANGES = 8
 # Kinds that are a smaller part of host memory are left out.
@@ -47,7 +49,7 @@ def as_json(answer: Foretold, changes: Sequence[Change]) -> str:
             "machine": _machine(answer),
             "network": _network(answer),
             "batch": answer.case.batch,
-            "sequence": answer.case.workload.sequence,
+            "sequence": answer.case.workload.how.sequence,
             "host_bytes": _host_bytes(answer),
             "plan": None if answer.planned is None else _plan(answer, answer.planned),
             "changes": [_changed(change) for change in changes],
@@ -88,10 +90,7 @@ def _model(answer: Foretold) -> dict[str, Any]:
         "parameters": workload.parameters,
         "trained_parameters": workload.trained,
         "layers": len(workload.observed.facts) - 2,
-        "optimizer": workload.optimizer,
-        "optimizer_state": workload.optimizer_state,
-        "master": workload.master,
-        "step_in_backward": workload.step_in_backward,
+        **{name: getattr(workload.how, name) for name in _HOW},
         "expanded_bytes": workload.expanded_bytes,
     }
 
@@ -175,14 +174,14 @@ def _lines(answer: Foretold, changes: Sequence[Change]) -> Iterator[str]:
 
 def _headings(answer: Foretold) -> Iterator[str]:
     workload, machine = answer.case.workload, answer.case.machine
+    how = workload.how
     parts = len(workload.observed.facts)
-    what = f"adapters of {_billion(workload.trained)}" if workload.is_adapted else "full fine-tuning"
+    what = f"adapters of {_billion(workload.trained)}" if how.is_adapted else "full fine-tuning"
     what += " on packed weights" if workload.expanded_bytes else ""
     yield (
         f"{workload.name}: {_billion(workload.parameters)} parameters, {parts - 2} layers; {what}, "
-        f"{workload.optimizer}{_state(workload.optimizer_state)}, {_DTYPES[workload.optim_dtype]} masters"
-        f"{' in halves' if workload.master == 'split' else ''}"
-        f"{', stepped in backward' if workload.step_in_backward else ''}"
+        f"{how.optimizer}{_state(how.optimizer_state)}, {_DTYPES[how.optim_dtype]} masters"
+        f"{' in halves' if how.master == 'split' else ''}{', stepped in backward' if how.step_in_backward else ''}"
     )
     if workload.named:
         yield f"the config names {workload.named}: this is its language model, for which {workload.name} stands"
@@ -200,7 +199,7 @@ def _headings(answer: Foretold) -> Iterator[str]:
             f"{network.machines} machines like this; network {network.gb_s:.3g} GB/s from each and as much to it "
             f"({source})"
         )
-    yield f"a step: {_counted(answer.case.batch, 'sequence')} of {_counted(workload.sequence, 'token')}"
+    yield f"a step: {_counted(answer.case.batch, 'sequence')} of {_counted(workload.how.sequence, 'token')}"
 
 
 def _state(kind: str) -> str:
@@ -233,7 +232,7 @@ def _host(answer: Foretold) -> Iterator[str]:
     kinds = ", ".join(f"{name} {_gb(nbytes)}" for name, nbytes in shown)
     each = " of each machine" if answer.case.machines > 1 else ""
     yield f"host memory{each}  {_gb(whole.total)}, and {_gb(answer.forecast.reserve_bytes)} kept free: {kinds}"
-    if not answer.forecast.fits and not answer.case.workload.is_adapted:
+    if not answer.forecast.fits and not answer.case.workload.how.is_adapted:
         yield _a_parameter(answer)
 
 
@@ -251,8 +250,8 @@ def _a_parameter(answer: Foretold) -> str:
     beside = f"; {_gb(more)} more where several tasks add to gradients" if more > _SMALL * least else ""
     workload = answer.case.workload
     return (
-        f"  full fine-tuning with {workload.master} masters needs {round(least / workload.parameters)} bytes a "
-        f"parameter, {_gb(least)} and more before activations{beside}"
+        f"  full fine-tuning with {workload.how.master} masters needs {round(least / workload.parameters)} bytes "
+        f"a parameter, {_gb(least)} and more before activations{beside}"
     )
 
 

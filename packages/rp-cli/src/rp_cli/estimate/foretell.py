@@ -107,7 +107,7 @@ class Foretold:
     @property
     def tokens(self) -> int:
         """Tokens in a step."""
-        return self.case.batch * self.case.workload.sequence
+        return self.case.batch * self.case.workload.how.sequence
 
 
 def foretell(case: Case, *, settles: bool = True) -> Foretold:
@@ -144,7 +144,7 @@ def _problem(case: Case, sequences: int) -> tuple[list[LayerCost], Limits]:
         optimizer_bytes=workload.step_bytes(case.machines),
         double_buffer=is_double,
     )
-    if workload.master == "split" and not is_double:
+    if workload.how.master == "split" and not is_double:
         limits = replace(limits, host=in_place(limits.host))
     return workload.costs(sequences, machine.card.tflops), limits
 

@@ -14,6 +14,7 @@ from rp_cli.estimate.network import Network
 from rp_cli.options import shared
 from rp_cli.options.declared import Default, Reading, option
 from rp_cli.options.kinds import FLAG, TEXT, Kind, number, parsed, path, positive, whole
+from rp_cli.strangers.refusing import refusing
 
 THIS = "this"
 MOST_DEVICES = 256
@@ -24,10 +25,8 @@ _FIELDS = ("memory", "link", "tflops")
 def _size(flag: str, text: str) -> int:
     from rp_engine.estimates import parse_bytes  # late: help needs no torch
 
-    try:
+    with refusing(f"{flag}: "):
         size = parse_bytes(text)
-    except ValueError as error:
-        raise Refused(f"{flag}: {error}") from None
     if not 0 < size < 2**60:
         raise Refused(f"{flag} must be above 0 and below 2^60 bytes, but is {text!r}")
     return size
@@ -89,10 +88,8 @@ def _devices(others: Reading) -> str | None:
 
 def _network(others: Reading) -> Kind:
     def read(flag: str, text: str) -> Network:
-        try:
+        with refusing(f"{flag} "):
             return Network.named(others["machines"], text)
-        except ValueError as error:
-            raise Refused(f"{flag} {error}") from None
 
     return Kind("RATE", read)
 

@@ -53,72 +53,64 @@ _WEIGHT_BYTES = 2
 _MUON_FLOPS_PER_BYTE = 30
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How a model is trained. `sequence`: tokens of each sequence. `optim_dtype`: of masters and moments.
+
+    `is_sync`: whether steps are synchronous; masters in halves have second blocks of weights only if they are not.
+    `utilisation`: the part of the card's dense rate; None for the usual one.
+    """
+
+    sequence: int
+    optimizer: str = "adamw"
+    optimizer_state: str = "fp32"
+    master: MasterKind = "whole"
+    step_in_backward: bool = False
+    is_adapted: bool = False
+    is_sync: bool = True
+    optim_dtype: torch.dtype = OPTIM_DTYPE
+    utilisation: float | None = None
+
+    @classmethod
+    def of(cls, options: Any, **more: Any) -> Training:
+        """Return what `PlanOptions` or, in a room above, `FineTuning` say; `more`: what only one of them has."""
+        same = ("sequence", "optimizer", "optimizer_state", "master", "step_in_backward")
+        return cls(**{name: getattr(options, name) for name in same}, is_adapted=options.lora is not None, **more)
+
+
 @dataclass(frozen=True)
 class Workload:
-    """Training a model. `sequence`: tokens of each sequence. `utilisation`: the part of the card's dense rate.
+    """Training a model.
 
     `expanded_bytes`: the largest size of one layer's packed weights when expanded. `expansion_bytes`: the same
-    with the workspace of expanding them. `hidden`: the trained weights that Muon would orthogonalize. `is_sync`:
-    whether steps are synchronous; masters in halves have second blocks of weights only if they are not. `named`:
-    the class that the config names, if that is another than `name`. `optim_dtype`: of masters and moments.
+    with the workspace of expanding them. `hidden`: the trained weights that Muon would orthogonalize. `named`:
+    the class that the config names, if that is another than `name`.
     """
 
     name: str
+    named: str
     observed: Observed
     groups: tuple[Group, ...]
-    sequence: int
-    optimizer: str
-    utilisation: float
-    is_adapted: bool = False
-    optimizer_state: str = "fp32"
-    expanded_bytes: int = 0
-    expansion_bytes: int = 0
-    hidden: frozenset[torch.Tensor] = frozenset()
-    master: MasterKind = "whole"
-    is_sync: bool = True
-    step_in_backward: bool = False
-    named: str = ""
-    optim_dtype: torch.dtype = OPTIM_DTYPE
+    how: Training
+    expanded_bytes: int
+    expansion_bytes: int
+    hidden: frozenset[torch.Tensor]
 
     @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        *,
-        sequence: int,
-        optimizer: str = "adamw",
-        utilisation: float | None = None,
-        is_adapted: bool = False,
-        optimizer_state: str = "fp32",
-        packing: Packing | None = None,
-        master: str = "whole",
-        is_sync: bool = True,
-        step_in_backward: bool = False,
-        optim_dtype: torch.dtype = OPTIM_DTYPE,
-    ) -> Workload:
+    def of(cls, model: nn.Module, how: Training, packing: Packing | None = None) -> Workload:
         """Create the workload of a model on the meta device, whose frozen weights are packed here."""
-        observed = observe(model, sequence)
+        observed = observe(model, how.sequence)
         if packing is not None:
             packing.pack(model)
-        usual = ADAPTERS_UTILISATION if is_adapted else UTILISATION
-        return cls(
-            type(model).__name__,
-            observed,
-            group(observed.modules),
-            sequence,
-            optimizer,
-            utilisation or usual,
-            is_adapted,
-            optimizer_state,
-            max(map(_expanded_bytes, observed.modules)),
-            max(map(expansion_bytes, observed.modules)),
-            _hidden(model),
-            "split" if master == "split" else "whole",
-            is_sync,
-            step_in_backward,
-            _named_otherwise(model),
-            optim_dtype,
-        )
+        modules = observed.modules
+        expanded, expansion = max(map(_expanded_bytes, modules)), max(map(expansion_bytes, modules))
+        name, named = type(model).__name__, _named_otherwise(model)
+        return cls(name, named, observed, group(modules), how, expanded, expansion, _hidden(model))
+
+    @property
+    def utilisation(self) -> float:
+        """The part of the card's dense rate that layers reach."""
+        return self.how.utilisation or (ADAPTERS_UTILISATION if self.how.is_adapted else UTILISATION)
 
     @cached_property
     def parameters(self) -> int:
@@ -134,17 +126,17 @@ class Workload:
     @cached_property
     def optimizer_bytes(self) -> int:
         """Bytes of the optimizer's state."""
-        return self._state_bytes(self.optimizer_state, self.shards(1))
+        return self._state_bytes(self.how.optimizer_state, self.shards(1))
 
     def _state_bytes(self, kind: str, shards: Owners) -> int:
         tensors = [tensor for one in self._trainable for tensor in one.tensors]
         own = list(filter(shards.owns, tensors))
         shapes = [tensor.shape for tensor in own]
-        if self.optimizer == "muon":
+        if self.how.optimizer == "muon":
             hidden = [tensor.shape for tensor in own if tensor in self.hidden]
             others = [tensor.shape for tensor in own if tensor not in self.hidden]
-            return muon_state_of(hidden, others, self.optim_dtype, kind)
-        return state_of(self.optimizer, shapes, self.optim_dtype, kind)
+            return muon_state_of(hidden, others, self.how.optim_dtype, kind)
+        return state_of(self.how.optimizer, shapes, self.how.optim_dtype, kind)
 
     def shards(self, machines: int) -> Owners:
         """Return the owners of parameters, for the machine that owns most."""
@@ -177,16 +169,18 @@ class Workload:
         nbytes = sum(one.layout.nbytes for one in self._trainable)
         # In 8 bits a step moves less, but on some tens of cores packing takes as much time as that saves.
         state = (
-            self._state_bytes("fp32", self.shards(1)) if self.optimizer_state == "8bit" else self.optimizer_bytes
+            self._state_bytes("fp32", self.shards(1))
+            if self.how.optimizer_state == "8bit"
+            else self.optimizer_bytes
         )
-        own = _SPLIT_STEP_BYTES if self.master == "split" else _STEP_BYTES
+        own = _SPLIT_STEP_BYTES if self.how.master == "split" else _STEP_BYTES
         moved = own * self.trained + _STEP_STATE_TIMES * state + self._muon_flops / _MUON_FLOPS_PER_BYTE
         return moved * _WEIGHT_BYTES / nbytes if nbytes else 0.0
 
     @cached_property
     def _muon_flops(self) -> int:
         """The number of operations of a step's matrix products."""
-        if self.optimizer != "muon":
+        if self.how.optimizer != "muon":
             return 0
         group = Muon([nn.Parameter(torch.zeros(1, 1))]).param_groups[0]
         return sum(iteration_of(group).flops(one.shape) for one in self.hidden)
@@ -229,7 +223,7 @@ class Workload:
 
     def _loss_bytes(self, sequences: int) -> int:
         """Return the bytes of logits of some rows, and of the head's gradient from these rows."""
-        rows = min(LOSS_ROWS, sequences * self.sequence)
+        rows = min(LOSS_ROWS, sequences * self.how.sequence)
         return self.observed.vocabulary * (rows + self.observed.hidden) * LOGIT_BYTES
 
     def forecast(
@@ -239,7 +233,7 @@ class Workload:
 
         With several machines: that of the machine that owns most, with its own microbatches.
         """
-        additions = 1 if self.step_in_backward else max(_additions(tasks, len(self.observed.facts)), default=1)
+        additions = 1 if self.how.step_in_backward else max(_additions(tasks, len(self.observed.facts)), default=1)
         inputs = [0, *(sequences * facts.boundary_bytes for facts in self.observed.facts)]
         activations = microbatches * held_at_once(tasks, inputs)
         limit = machine.ram or HostLimit("the machine", 2**63, 2**63)
@@ -251,8 +245,8 @@ class Workload:
 
     def is_double(self, ram: HostLimit | None, machines: int = 1) -> bool:
         """Return whether weights get second blocks by default, by the engine's rule."""
-        if self.master == "split":
-            return not self.is_sync
+        if self.how.master == "split":
+            return not self.how.is_sync
         if ram is None:
             return False
         nbytes = sum(one.layout.nbytes for one in self._trainable)
@@ -265,12 +259,12 @@ class Workload:
     ) -> MemoryForecast:
         blocks = needed_by(
             self.groups,
-            HostOptions("alloc", self.optim_dtype, None, self.master, self.step_in_backward),
+            HostOptions("alloc", self.how.optim_dtype, None, self.how.master, self.how.step_in_backward),
             second_blocks=second_blocks,
             additions=additions,
             shards=shards,
         )
-        state = self._state_bytes(self.optimizer_state, shards)
+        state = self._state_bytes(self.how.optimizer_state, shards)
         more = HostBytes(optimizer_state=state, activations=activations)
         return MemoryForecast(self.name, "to train", blocks + more, HostBytes(), limit)
 

@@ -13,7 +13,7 @@ from rp_cli.estimate.foretell import Case, Foretold, foretell
 from rp_cli.estimate.hardware import measured
 from rp_cli.estimate.meta.meta_model import check_positions, model_of, packing_of
 from rp_cli.estimate.network import ONE_MACHINE, Network
-from rp_cli.estimate.workload import Workload
+from rp_cli.estimate.workload import Training, Workload
 from rp_cli.finetune.model import config_file
 from rp_cli.finetune.options import FineTuning
 
@@ -36,18 +36,8 @@ def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foret
     )
     _check_vocabulary(model, largest_token)
     check_positions(model, options.sequence)
-    workload = Workload.of(
-        model,
-        sequence=options.sequence,
-        optimizer=options.optimizer,
-        optimizer_state=options.optimizer_state,
-        master=options.master,
-        step_in_backward=options.step_in_backward,
-        is_sync=options.sync,
-        is_adapted=options.lora is not None,
-        packing=packing_of(config_file(options), options.pack),
-        optim_dtype=getattr(torch, options.optim_dtype),
-    )
+    how = Training.of(options, is_sync=options.sync, optim_dtype=getattr(torch, options.optim_dtype))
+    workload = Workload.of(model, how, packing_of(config_file(options), options.pack))
     return foretell(Case(workload, measured(runtime), options.batch, options.num_microbatch, _network(runtime)))
 
 

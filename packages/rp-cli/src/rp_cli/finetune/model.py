@@ -22,9 +22,9 @@ from rp_trainer.errors import Refused
 from torch import nn
 
 from rp_cli.estimate.meta.meta_model import config_of, try_if_unusual
-from rp_cli.finetune.data.chat import PANIC
 from rp_cli.finetune.options import ALL_LINEAR, FineTuning
 from rp_cli.strangers.code import told
+from rp_cli.strangers.refusing import refusing, refusing_all
 
 # Weight files that are not read; a folder with one of these does not count as one without weights.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.ckpt", "*.index.json")
@@ -37,10 +37,8 @@ def check_folders(options: FineTuning) -> None:
     folders = [options.model if options.model.is_dir() else options.model.parent, options.tokenizer]
     for folder in folders:
         if folder is not None and folder.is_dir():
-            try:
+            with refusing(f"--{'tokenizer' if folder == options.tokenizer else 'model'}: "):
                 check_folder(folder)
-            except ValueError as error:
-                raise Refused(f"--{'tokenizer' if folder == options.tokenizer else 'model'}: {error}") from error
     try_if_unusual(config_file(options))
 
 
@@ -61,12 +59,10 @@ def config_file(options: FineTuning) -> Path:
 def check_model(options: FineTuning) -> None:
     """Raise `Refused` unless the configuration can be used and all weight files are whole; no weight is read."""
     file = config_file(options)
-    try:
+    with refusing("--model: "):
         if options.model.is_dir():
             has_weights(options)
             check_checkpoint(options.model)
-    except ValueError as error:
-        raise Refused(f"--model: {error}") from error
     config_of(file, is_stored=options.pack == STORED)
 
 
@@ -99,18 +95,14 @@ def loader_of(options: FineTuning) -> Callable[[], Any]:  # Any: each model has 
         raise Refused(f"there is no tokenizer in {folder}; name a folder that has one with --tokenizer")
 
     def load() -> Any:
-        try:
+        # Tokenizers check their files in many ways.
+        with (
+            refusing_all(f"the tokenizer in {folder} cannot be used: ", told),
+            refusing("the tokenizer cannot be used: ", (DamagedFile,)),
+            unasked(),
+        ):
             check_tokenizer(folder)
-            with unasked():
-                tokenizer = loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        except DamagedFile as error:
-            raise Refused(f"the tokenizer cannot be used: {error}") from error
-        except MemoryError:
-            raise
-        except BaseException as error:  # tokenizers check their files in many ways, also by panics of Rust
-            if not isinstance(error, Exception) and type(error).__name__ != PANIC:
-                raise
-            raise Refused(f"the tokenizer in {folder} cannot be used: {told(error)}") from error
+            tokenizer = loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise Refused(f"the tokenizer in {folder} cannot be used: it is a {type(tokenizer).__name__}")
         return tokenizer
@@ -161,15 +153,13 @@ def without_bars() -> None:
 def _wrapped(options: FineTuning, wrapping: dict[str, Any]) -> Any:
     dtype = getattr(torch, str(options.dtype))
     adapt = _adapter(options)
-    try:
-        with unasked():
-            return _made(options, adapt, dtype, wrapping)
-    except UnsupportedModel as error:
-        raise Refused(f"--model {options.model} cannot be trained by this command: {error}") from error
-    except DamagedFile as error:
-        raise Refused(f"--model: {error}") from error
-    except (ValueError, OSError) as error:
-        raise Refused(f"--model {options.model} cannot be loaded: {told(error)}") from error
+    with (
+        refusing(f"--model {options.model} cannot be loaded: ", (ValueError, OSError), told),
+        refusing("--model: ", (DamagedFile,)),
+        refusing(f"--model {options.model} cannot be trained by this command: ", (UnsupportedModel,)),
+        unasked(),
+    ):
+        return _made(options, adapt, dtype, wrapping)
 
 
 def _made(
@@ -195,8 +185,7 @@ class _Whole:
         from transformers import AutoModelForCausalLM
 
         maker: Any = AutoModelForCausalLM
-        rest = {name: value for name, value in given.items() if name != "trust_remote_code"}
-        return maker.from_config(config, trust_remote_code=False, **rest)
+        return maker.from_config(config, **{**given, "trust_remote_code": False})
 
     @staticmethod
     def from_pretrained(directory: str, **given: Any) -> nn.Module:
@@ -204,8 +193,8 @@ class _Whole:
         from transformers import AutoModelForCausalLM
 
         loader: Any = AutoModelForCausalLM
-        rest = {name: value for name, value in given.items() if name != "trust_remote_code"}
-        model, keys = loader.from_pretrained(directory, output_loading_info=True, trust_remote_code=False, **rest)
+        given |= {"output_loading_info": True, "trust_remote_code": False}
+        model, keys = loader.from_pretrained(directory, **given)
         missing, unused = (sorted(map(str, keys[name])) for name in ("missing_keys", "unexpected_keys"))
         if missing:
             raise Refused(
@@ -258,10 +247,8 @@ def _adapter(options: FineTuning) -> Callable[[Any], nn.Module]:
     config = config_class(r=options.lora, lora_alpha=options.alpha, target_modules=targets, task_type="CAUSAL_LM")
 
     def adapted(model: nn.Module) -> nn.Module:
-        try:
+        with refusing("--lora-targets: "):
             return add(model, config)
-        except ValueError as error:
-            raise Refused(f"--lora-targets: {error}") from error
 
     return adapted
 

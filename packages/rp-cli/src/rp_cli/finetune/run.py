@@ -18,12 +18,12 @@ from rp_trainer.finetuning.kept import checkpoint_microbatches
 from rp_trainer.finetuning.settings import Names, Settings
 from rp_trainer.processes import ALONE, Processes
 
-from rp_cli.devices import fitted, opened
 from rp_cli.finetune.causality import check_causality
 from rp_cli.finetune.data.batches import Sequences, Steps
 from rp_cli.finetune.data.library import library_source
 from rp_cli.finetune.data.reading import read_all
 from rp_cli.finetune.data.tokens import Documents, held_out
+from rp_cli.finetune.devices import fitted, opened
 from rp_cli.finetune.forecast import foretold, summary, vocabulary_of
 from rp_cli.finetune.model import (
     check_folders,
@@ -44,18 +44,8 @@ from rp_cli.telling.console import Progress
 from rp_cli.telling.streams import telling
 from rp_cli.telling.tensorboard import TensorBoard, tensorboard_writer
 
-NAMES = Names(
-    model="--model",
-    folder="--output",
-    overwrite="--overwrite",
-    resume="--resume",
-    same_call="the same command with",
-    lr="--lr",
-    batch="--batch",
-    num_microbatch="--num-microbatch",
-    accumulation="--accumulation",
-    profile="--profile",
-)
+_FLAGS = {name: one.flag for name, one in declared(FineTuning).items() if name in Names.__dataclass_fields__}
+NAMES = Names(**_FLAGS, folder="--output", same_call="the same command with")
 
 
 @dataclass(frozen=True, slots=True)

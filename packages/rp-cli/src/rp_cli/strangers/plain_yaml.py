@@ -43,99 +43,79 @@ def read_plain(option: str, path: Path) -> list[tuple[str, Value]]:
         text = bounded_bytes(what, path, _MOST_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise Refused(f"{what} must be YAML in UTF-8, but is not (byte {error.start})") from None
-    events = _Events(what, text)
-    events.skip("StreamStartEvent")
-    if events.is_next("StreamEndEvent"):
+    events = _events(what, text)
+    next(events)  # the stream's begin
+    if type(next(events)).__name__ == "StreamEndEvent":
         return []
-    events.skip("DocumentStartEvent")
     pairs = _pairs(what, events)
-    events.skip("DocumentEndEvent")
-    if not events.is_next("StreamEndEvent"):
+    next(events)  # the document's end
+    if type(next(events)).__name__ != "StreamEndEvent":
         raise Refused(f"{what} must be one YAML document, but has several; remove all but one")
     return pairs
 
 
-class _Events:
-    """The events of a YAML text, one at a time. Raises `Refused` for those that are not plain."""
+def _events(what: str, text: str) -> Iterator[Any]:  # Any: yaml has no types of its own
+    """Yield the events of a YAML text, as they are asked for. Raises `Refused` for those that are not plain."""
+    import yaml  # pyright: ignore[reportMissingModuleSource]
 
-    def __init__(self, what: str, text: str) -> None:
-        import yaml  # pyright: ignore[reportMissingModuleSource] - it has no types of its own
-
-        module: Any = yaml
-        self._what = what
-        self._error: type[Exception] = module.YAMLError
-        self._loader: Any = module.SafeLoader
-        self._scalar: Any = module.ScalarNode
-        self._events: Iterator[Any] = self._parsed(module, text)
-        self._waiting: Any = None
-
-    def _parsed(self, module: Any, text: str) -> Iterator[Any]:
-        try:
-            yield from module.parse(text, Loader=self._loader)
-        except (self._error, ValueError, RecursionError) as error:
-            told = str(error)
-            raise Refused(f"{self._what} must be YAML, but is not: {told[:_MOST_OF_AN_ERROR]}") from error
-
-    def next(self) -> Any:
-        event, self._waiting = self._waiting or next(self._events), None
-        line = f"{self._what}, line {event.start_mark.line + 1}"
-        if type(event).__name__ == "AliasEvent":
-            raise Refused(f"{line}: aliases are not read; write the value itself instead of *{event.anchor:.40}")
-        if getattr(event, "anchor", None) is not None:
-            raise Refused(f"{line}: anchors are not read; remove &{event.anchor:.40}")
-        if getattr(event, "tag", None) is not None:
-            raise Refused(f"{line}: tags are not read; remove {event.tag:.40}")
-        return event
-
-    def is_next(self, kind: str) -> bool:
-        self._waiting = self.next() if self._waiting is None else self._waiting
-        return type(self._waiting).__name__ == kind
-
-    def skip(self, kind: str) -> None:
-        event = self.next()
-        assert type(event).__name__ == kind, event
-
-    def kind_of(self, event: Any) -> str:
-        """Return what YAML takes an unquoted scalar for: ``str``, ``int``, ``bool`` ..."""
-        tag: str = self._loader("").resolve(self._scalar, event.value, event.implicit)
-        return tag.rpartition(":")[2]
+    module: Any = yaml
+    try:
+        for event in module.parse(text, Loader=module.SafeLoader):
+            line = f"{what}, line {event.start_mark.line + 1}"
+            if type(event).__name__ == "AliasEvent":
+                raise Refused(
+                    f"{line}: aliases are not read; write the value itself instead of *{event.anchor:.40}"
+                )
+            if getattr(event, "anchor", None) is not None:
+                raise Refused(f"{line}: anchors are not read; remove &{event.anchor:.40}")
+            if getattr(event, "tag", None) is not None:
+                raise Refused(f"{line}: tags are not read; remove {event.tag:.40}")
+            yield event
+    except (module.YAMLError, ValueError, RecursionError) as error:
+        raise Refused(f"{what} must be YAML, but is not: {str(error)[:_MOST_OF_AN_ERROR]}") from error
 
 
-def _pairs(what: str, events: _Events) -> list[tuple[str, Value]]:
-    first = events.next()
-    if _is_empty(events, first):
+def _kind_of(event: Any) -> str:
+    """Return what YAML takes an unquoted scalar for: ``str``, ``int``, ``bool`` ..."""
+    import yaml  # pyright: ignore[reportMissingModuleSource]
+
+    module: Any = yaml
+    tag: str = module.SafeLoader("").resolve(module.ScalarNode, event.value, event.implicit)
+    return tag.rpartition(":")[2]
+
+
+def _pairs(what: str, events: Iterator[Any]) -> list[tuple[str, Value]]:
+    first = next(events)
+    if type(first).__name__ == "ScalarEvent" and _kind_of(first) == "null":
         return []
     if type(first).__name__ != "MappingStartEvent":
         raise Refused(f"{what} must have options and their values, such as 'batch: 8', but has {_shown(first)}")
     pairs: list[tuple[str, Value]] = []
-    while not events.is_next("MappingEndEvent"):
-        key = events.next()
+    while type(key := next(events)).__name__ != "MappingEndEvent":
         line = f"{what}, line {key.start_mark.line + 1}"
         if type(key).__name__ != "ScalarEvent":
             raise Refused(f"{line} must begin with the name of an option, but has {_shown(key)}")
-        if events.kind_of(key) == "merge":
+        if _kind_of(key) == "merge":
             raise Refused(f"{line}: merge keys are not read; write the options themselves instead of <<")
         pairs.append((key.value, _value(f"{line}: {key.value[:_MOST_SHOWN]}", events)))
-    events.skip("MappingEndEvent")
     return pairs
 
 
-def _value(place: str, events: _Events) -> Value:
-    event = events.next()
+def _value(place: str, events: Iterator[Any]) -> Value:
+    event = next(events)
     if type(event).__name__ != "SequenceStartEvent":
-        return _plain(place, events, event)
+        return _plain(place, event)
     values: list[bool | str | None] = []
-    while not events.is_next("SequenceEndEvent"):
-        values.append(_plain(place, events, events.next()))
-    events.skip("SequenceEndEvent")
+    while type(event := next(events)).__name__ != "SequenceEndEvent":
+        values.append(_plain(place, event))
     return values
 
 
-def _plain(place: str, events: _Events, event: Any) -> bool | str | None:
+def _plain(place: str, event: Any) -> bool | str | None:
     if type(event).__name__ != "ScalarEvent":
         raise Refused(f"{place} must be a number or text, or a list of those, but has {_shown(event)}")
     text: str = event.value
-    match events.kind_of(event):
+    match _kind_of(event):
         case "bool":
             return text.lower() in _TRUE
         case "null":
@@ -146,10 +126,6 @@ def _plain(place: str, events: _Events, event: Any) -> bool | str | None:
             return text.replace("_", "")
         case _:
             return text
-
-
-def _is_empty(events: _Events, event: Any) -> bool:
-    return type(event).__name__ == "ScalarEvent" and events.kind_of(event) == "null"
 
 
 def _shown(event: Any) -> str:

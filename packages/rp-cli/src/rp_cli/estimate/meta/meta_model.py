@@ -19,6 +19,7 @@ from torch.nn import functional
 from rp_cli.strangers.code import told
 from rp_cli.strangers.files import check_stored
 from rp_cli.strangers.limited import Budget, limited
+from rp_cli.strangers.refusing import refusing, refusing_all
 
 # A config has some kilobytes: a larger file is not a config, and is not read.
 _MOST_BYTES = 16 * 2**20
@@ -99,10 +100,8 @@ class Packing:
 
     def pack(self, model: nn.Module) -> None:
         """Pack a model on the meta device. Raises `Refused` for weights that do not fit the format."""
-        try:
+        with refusing(f"--pack {self.format}: "):
             pack_frozen(model, self.format, select=self._select(model))
-        except ValueError as error:
-            raise Refused(f"--pack {self.format}: {error}") from error
 
     def _select(self, model: nn.Module) -> Callable[[str, nn.Parameter], bool] | None:
         match self.of:
@@ -132,10 +131,8 @@ def packing_of(path: Path, pack: str | None) -> Packing | None:
         return None
     if pack != STORED:
         return Packing(pack)
-    try:
+    with refusing("--model "):
         kind = packed_kind(path.parent)
-    except ValueError as error:
-        raise Refused(f"--model {error}") from error
     if kind is None:
         raise Refused(f"--pack {STORED}: {path} is of weights that are not packed; name a format, such as nf4")
     match kind:
@@ -208,10 +205,8 @@ def config_of(path: Path, *, is_stored: bool) -> Any:  # Any: each model has its
     from transformers.utils.logging import set_verbosity_error
 
     set_verbosity_error()
-    try:
+    with refusing("--model: "):
         fields = read_object(path, _MOST_BYTES)
-    except ValueError as error:
-        raise Refused(f"--model: {error}") from error
     if "model_type" not in fields:
         raise Refused(f"--model {path} must be a config.json of transformers, but has no model_type")
     if fields.get("quantization_config") and not is_stored:
@@ -220,21 +215,15 @@ def config_of(path: Path, *, is_stored: bool) -> Any:  # Any: each model has its
             f"or train adapters on it with --lora and --pack {STORED}"
         )
     _check_layers(path, fields)
-    try:
+    with refusing("--model "):
         check_config(fields, path)
-    except ValueError as error:
-        raise Refused(f"--model {error}") from error
-    try:
-        with unasked():
-            config = loader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    # transformers checks configs in many ways.
+    with refusing_all(f"--model {path} cannot be used: ", told), unasked():
+        config = loader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         if is_stored and hasattr(config, "quantization_config"):
             # Otherwise transformers would create its own modules for packed weights.
             del config.quantization_config
         return config
-    except MemoryError:
-        raise
-    except Exception as error:  # transformers checks configs in many ways
-        raise Refused(f"--model {path} cannot be used: {told(error)}") from error
 
 
 def try_if_unusual(path: Path) -> None:
@@ -296,10 +285,7 @@ def _made(path: Path, config: Any, dtype: torch.dtype | None) -> nn.Module:  # A
 
     maker: Any = AutoModelForCausalLM
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
-    try:
-        with torch.device("meta"), unasked():
-            return cast(nn.Module, maker.from_config(config, dtype=dtype, trust_remote_code=False))
-    except MemoryError:
-        raise
-    except Exception as error:  # a model's constructor is foreign code
-        raise Refused(f"--model {path}: no language model can be created from it: {told(error)}") from error
+    # A model's constructor is foreign code.
+    what = f"--model {path}: no language model can be created from it: "
+    with refusing_all(what, told), torch.device("meta"), unasked():
+        return cast(nn.Module, maker.from_config(config, dtype=dtype, trust_remote_code=False))

@@ -9,11 +9,10 @@ from typing import Any, cast
 from rp_trainer.errors import Refused
 
 from rp_cli.finetune.data.documents import Chat
+from rp_cli.strangers.refusing import refusing_all
 
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 ASSISTANT = "assistant"
-# The class of what Rust code raises where it gives up; it is no `Exception`.
-PANIC = "PanicException"
 # Among several, transformers takes the template of this name.
 _DEFAULT = "default"
 _INSTEAD = (
@@ -88,25 +87,19 @@ class ChatTemplate:
         # A dependency of transformers' chat templates, which users without conversations may lack.
         from jinja2 import TemplateSyntaxError
 
-        try:
-            return self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=chat.tools,
-                tokenize=True,
-                return_dict=True,
-                **options,
-            )
-        except MemoryError:
-            raise
-        except TemplateSyntaxError as error:
-            raise Refused(
-                f"the chat template of the tokenizer in {self._tokenizer.name_or_path} is cut or mixed up: "
-                f"{error}, in line {error.lineno}; fetch it again, or give --tokenizer a folder that has the whole"
-            ) from error
-        except BaseException as error:  # templates are programs, and may raise any error
-            if not isinstance(error, Exception) and type(error).__name__ != PANIC:
-                raise
-            raise Refused(f"{chat.place}: the chat template refuses these messages: {error}") from error
+        plain = [dict(message) for message in messages]
+        # Templates are programs, and may raise any error.
+        with refusing_all(f"{chat.place}: the chat template refuses these messages: "):
+            try:
+                return self._tokenizer.apply_chat_template(
+                    plain, tools=chat.tools, tokenize=True, return_dict=True, **options
+                )
+            except TemplateSyntaxError as error:
+                raise Refused(
+                    f"the chat template of the tokenizer in {self._tokenizer.name_or_path} is cut or mixed up: "
+                    f"{error}, in line {error.lineno}; fetch it again, or give --tokenizer a folder that has the "
+                    "whole"
+                ) from error
 
 
 def _usual_template(tokenizer: Any) -> str:

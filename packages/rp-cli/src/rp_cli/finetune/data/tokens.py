@@ -14,9 +14,10 @@ from rp_trainer.errors import Refused
 from rp_trainer.finetuning.batches import IGNORED
 from torch import Tensor
 
-from rp_cli.finetune.data.chat import PANIC, ChatTemplate
+from rp_cli.finetune.data.chat import ChatTemplate
 from rp_cli.finetune.data.documents import Chat, Completion, Sample, Text, bytes_of
 from rp_cli.strangers.limited import Unlimited
+from rp_cli.strangers.refusing import refusing_all
 
 _AT_ONCE = 256
 # A letter has up to four bytes, and normalizing makes up to 18 letters of one.
@@ -184,14 +185,8 @@ class Reader:
     def _tokenized(self, place: str, texts: list[str]) -> list[list[int]]:
         """Tokenize texts, without a second begin token if the text itself begins with one."""
         self._budget.at(place)
-        try:
+        with refusing_all(f"{place}: the tokenizer refuses this text: "):
             ids: list[list[int]] = self._tokenizer(texts, verbose=False)["input_ids"]
-        except MemoryError:
-            raise
-        except BaseException as error:
-            if isinstance(error, Exception) or type(error).__name__ == PANIC:
-                raise Refused(f"{place}: the tokenizer refuses this text: {error}") from error
-            raise
         for text, tokens in zip(texts, ids, strict=True):
             _check_length(place, text, tokens)
         return [self._begun_once(text, tokens) for text, tokens in zip(texts, ids, strict=True)]

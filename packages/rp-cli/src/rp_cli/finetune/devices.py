@@ -6,31 +6,17 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from roundpipe import Runtime
-from rp_trainer.errors import Refused
 from rp_trainer.processes import Processes
 from rp_transfer import BackendUnavailable, default_devices, parse_devices
 
-
-class _Chosen(Protocol):
-    """The options of a job: a frozen dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def devices(self) -> str | None: ...
-
-    @property
-    def dtype(self) -> str | None: ...
+from rp_cli.finetune.options import FineTuning
+from rp_cli.strangers.refusing import refusing
 
 
-_Fitted = TypeVar("_Fitted", bound=_Chosen)
-
-
-def fitted(options: _Fitted) -> _Fitted:
+def fitted(options: FineTuning) -> FineTuning:
     """Fill in the devices and the dtype.
 
     Devices: the option's, else those of ``ROUNDPIPE_DEVICES``, else all GPUs, else two CPU devices;
@@ -67,24 +53,18 @@ def opened(devices: str, processes: Processes) -> Generator[Runtime, None, None]
 
 
 def _runtime(devices: str, processes: Processes) -> Runtime:
-    try:
+    with refusing("", (ValueError, BackendUnavailable)):
         return Runtime(devices, machines=processes.machines or False)
-    except (ValueError, BackendUnavailable) as error:
-        raise Refused(str(error)) from error
 
 
 def _default_devices() -> str:
-    try:
+    with refusing("", (BackendUnavailable,)):
         devices = default_devices()
-    except BackendUnavailable as error:
-        raise Refused(str(error)) from error
     return "cpu:2" if devices == "cpu" and not os.environ.get("ROUNDPIPE_DEVICES") else devices
 
 
 def _cpu_devices(devices: str) -> int:
     """Return the number of CPU devices that the string selects; 0 if it selects GPUs."""
-    try:
+    with refusing(""):
         choice = parse_devices(devices)
-    except ValueError as error:
-        raise Refused(str(error)) from error
     return choice.count if choice.kind == "cpu" else 0
