@@ -40,6 +40,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# No test reads or writes the plans of whoever runs it, and neither do programs that tests start.
+os.environ["RP_ENGINE_CACHE"] = "off"
+
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that starts jobs in the background lets them ignore Ctrl-C, and tests send it to themselves.
     signal.signal(signal.SIGINT, signal.default_int_handler)

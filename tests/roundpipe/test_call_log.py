@@ -14,11 +14,28 @@ from roundpipe import CallTime, RoundPipe, RoundPipeRunConfig, Runtime
 from rp_engine.planning.call_log import CALLS, CallLog, as_table
 from rp_engine.telemetry.call_span import CallSpan
 from rp_engine.telemetry.layer_times import ModelTimer
-from rp_sched import Plan
+from rp_sched import Mode, Plan
 
 patient = settings(deadline=None)
 PLAN, OTHER = Plan(fused=range(5)), Plan([range(2)], range(2, 5), [range(2)])
 LOGGER = "rp_engine.planning.call_log"
+
+
+class Planned:
+    """What plans calls, and is told how long they took."""
+
+    idle_because = None
+
+    def __init__(self, promised: float | None) -> None:
+        self._promised = promised
+        self.told: list[tuple[Plan, float]] = []
+
+    def promised_ms(self, plan: Plan) -> float | None:
+        del plan
+        return self._promised
+
+    def note(self, plan: Plan, call_ms: float) -> None:
+        self.told.append((plan, call_ms))
 
 
 class Followed:
@@ -27,20 +44,21 @@ class Followed:
     def __init__(self, runtime: Runtime, promised: float | None = 100.0) -> None:
         planner = RoundPipe(mlp(), runtime=runtime, name="m").engine.planner
         self.log: CallLog = planner.log
-        self._timer, self._promised = ModelTimer("model 'm'", 5), promised
+        self.planned = Planned(promised)
+        self._timer = ModelTimer("model 'm'", 5)
         self._guesses = lambda: planner._guesses(0)
         self._number, self._now = 0, 0.0
 
-    def follow(self, plan: Plan = PLAN) -> None:
-        self.log.follow(self._timer, "fused", 4, plan, self._guesses, lambda _: self._promised)
+    def follow(self, plan: Plan = PLAN, number: int = 1, mode: Mode = "fused") -> None:
+        self.log.follow(number, self._timer, mode, 4, plan, self._guesses, self.planned)
 
     def call(self, ms: float, *, follows: bool = True, between: int = 0) -> None:
         """A call ends so much later than the one before, during which it was launched if it `follows`."""
-        self.follow()
         self._number += 1 + between
+        self.follow(number=self._number)
         launched = self._now - (1e-6 if follows else 0.0)
         self._now += ms / 1e3
-        self.log.note("fused", 4, CallSpan(self._number, launched, self._now))
+        self.log.note("fused", CallSpan(self._number, launched, self._now))
 
     @property
     def time(self) -> CallTime:
@@ -105,6 +123,38 @@ def test_nothing_is_logged_of_a_plan_that_promises_nothing(two: Runtime, caplog:
     assert not caplog.records
 
 
+# What plans are told
+
+
+def test_a_call_counts_for_the_plan_that_it_was_launched_under(followed: Followed) -> None:
+    followed.follow(PLAN, number=1)
+    followed.follow(OTHER, number=2)
+    followed.log.note("fused", CallSpan(1, 0.0, 0.050))
+    followed.log.note("fused", CallSpan(2, 0.040, 0.120))
+    assert followed.planned.told == [(PLAN, pytest.approx(50.0)), (OTHER, pytest.approx(70.0))]
+
+
+def test_a_call_that_follows_none_counts_from_its_launch(followed: Followed) -> None:
+    for number, (launched, ended) in enumerate([(0.0, 0.1), (0.3, 0.4), (0.35, 0.6)], start=1):
+        followed.follow(number=number)
+        followed.log.note("fused", CallSpan(number, launched, ended))
+    assert [ms for _, ms in followed.planned.told] == pytest.approx([100.0, 100.0, 200.0])
+
+
+def test_calls_whose_backward_the_caller_runs_do_not_count(followed: Followed) -> None:
+    followed.follow(number=1, mode="train")
+    followed.log.note("train", CallSpan(1, 0.0, 0.1))
+    # The same call, when its backward tasks are over; they were launched later.
+    followed.log.note("train", CallSpan(2, 0.2, 0.3))
+    assert followed.planned.told == []
+
+
+def test_calls_that_failed_are_forgotten(followed: Followed) -> None:
+    for number in range(1000):
+        followed.follow(number=number)
+    assert len(followed.log._launched) <= 64
+
+
 # What users are shown
 
 
@@ -164,7 +214,7 @@ def test_a_call_ends_with_its_last_gradient(two: Runtime) -> None:
     spans: list[CallSpan] = []
     model = RoundPipe(mlp(), runtime=two)
     note = model.engine.planner.log.note
-    model.engine.planner.log.note = lambda mode, count, span: (spans.append(span), note(mode, count, span))[1]
+    model.engine.planner.log.note = lambda mode, span: (spans.append(span), note(mode, span))[1]
     train(model, 3)
     assert [span.number for span in spans] == [1, 2, 3]
     assert all(span.launched_s < span.ended_s for span in spans)
@@ -179,3 +229,21 @@ def test_the_network_of_several_machines_has_a_column_of_its_own() -> None:
     _, first, second = as_table([alone, shared]).splitlines()
     assert [cell.strip() for cell in first.split("|")[-2:]] == ["device", "-"]
     assert [cell.strip() for cell in second.split("|")[-2:]] == ["network", "250.000 ms"]
+
+
+def test_idle_devices_and_what_makes_them_idle_have_a_column_of_their_own() -> None:
+    plan = Plan(fused=range(4))
+    busy = CallTime("m", plan, 98.0, 100.0, 8, "device")
+    idle = CallTime("n", plan, 98.0, 100.0, 8, "device", idle_devices=3, idle_because="GIL")
+    assert "idle" not in as_table([busy])
+    _, first, second = as_table([busy, idle]).splitlines()
+    assert first.split("|")[-1].strip() == "0"
+    assert second.split("|")[-1].strip() == "3 (GIL)"
+
+
+def test_a_plan_of_the_users_that_leaves_devices_idle_shows_it(two: Runtime) -> None:
+    model = RoundPipe(mlp(), runtime=two)
+    train_with(model, None, 3)
+    train_with(model, plans(5, 4)["all fused"], 1)
+    (found,) = model.call_times()
+    assert (found.idle_devices, found.idle_because) == (1, None)

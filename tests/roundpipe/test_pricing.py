@@ -145,6 +145,7 @@ class Measured:
             microbatches=microbatches,
             mode="fused",
             priced=lambda limits: priced(limits, self.rates, machinery),
+            search_ms=1e4,
         )
 
     def feed(self, forward_ms: float, launch_ms: float, samples: int = 3) -> None:
@@ -159,10 +160,9 @@ class Measured:
                 )
 
     def settled(self) -> PricedPlan:
-        self.plan.priced_plan()
-        while not self.plan.improve(budget_ms=50.0):
-            pass
-        return self.plan.priced_plan()
+        """The plan after some calls, of which no time was measured, since layer times have changed."""
+        self.timer.num_drifts += 1
+        return [self.plan.priced_plan() for _ in range(8)][-1]
 
 
 def _most_tasks(plan: Plan) -> int:
@@ -171,6 +171,7 @@ def _most_tasks(plan: Plan) -> int:
 
 def test_where_launching_gets_dear_a_plan_takes_less_of_the_gil():
     measured = Measured(12 * GB)
+    measured.rates = replace(FAST, gil_ms_per_gb=10.0)
     measured.feed(10.0, 0.0)
     cheap = measured.settled()
     assert _most_tasks(cheap.plan) > 1
@@ -210,28 +211,28 @@ def test_calls_that_are_shorter_than_their_launching_make_launching_cheaper(two:
     as_measured(two, model, {"gil_ms_per_gb": 0.0}, 30.0, 40.0)
     planner, (x, y) = model.engine.planner, batch(MICROBATCHES)
     size = CallSize.of([[x]] * MICROBATCHES)
-    planner.log.measured = lambda *_: (planner._plan("fused", size).priced_plan().plan, 100.0)
-    for _ in range(2):
-        planner.tasks(RoundPipeRunConfig(), "fused", size, input_grads=False)
+    in_use = planner._plan("fused", size)
+    for _ in range(3):
+        in_use.note(in_use.current.plan, 100.0)
     model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
     model.synchronize()
-    priced_plan = planner._plan("fused", size).priced_plan()
+    priced_plan = in_use.current
     assert priced_plan.loads_ms(2)["GIL"] == pytest.approx(100.0)
     assert priced_plan.work.launch_ms > 1000
 
 
 def test_what_calls_of_the_plan_in_use_take_is_noted(two: Runtime):
     model = RoundPipe(mlp(), runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=MICROBATCHES))
-    as_measured(two, model, {}, 30.0, 40.0)
-    planner, (x, _) = model.engine.planner, batch(MICROBATCHES)
-    size = CallSize.of([[x]] * MICROBATCHES)
-    planner.tasks(RoundPipeRunConfig(), "fused", size, input_grads=False)
-    replanner = planner._plan("fused", size)._replanner
-    assert replanner is not None
-    for plan, expected in ((Plan(fused=range(1)), replanner.promised_ms), (replanner.in_use.plan, 77.0)):
-        planner.log.measured = lambda *_, plan=plan: (plan, 77.0)
-        planner.tasks(RoundPipeRunConfig(), "fused", size, input_grads=False)
-        assert replanner.expected_ms == pytest.approx(expected)
+    planner, (x, y) = model.engine.planner, batch(MICROBATCHES)
+    in_use = planner._plan("fused", CallSize.of([[x]] * MICROBATCHES))
+    model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+    model.synchronize()
+    assert in_use.measured_ms is None, "the first call warms up"
+    for _ in range(2):
+        model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+    model.synchronize()
+    assert in_use.measured_ms is not None
+    assert 0 < in_use.measured_ms < 60_000
 
 
 def test_a_promise_is_that_of_the_plan_in_use():

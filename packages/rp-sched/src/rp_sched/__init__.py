@@ -3,10 +3,8 @@
 from rp_sched.errors import Infeasible, InvalidCost, InvalidOrder, InvalidPlan, InvalidTask, SchedError
 from rp_sched.planners.adaptive import Search
 from rp_sched.planners.balance import balance
-from rp_sched.planners.estimator import Estimator
 from rp_sched.planners.multi_model import plan_together
 from rp_sched.planners.planner import Strategy, plan
-from rp_sched.planners.replanner import Replanner
 from rp_sched.planners.roundrobin import RoundRobin
 from rp_sched.problem.costs import LayerCost
 from rp_sched.problem.limits import Device, Host, Limits, Switch
@@ -14,6 +12,8 @@ from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.task_kinds import Kind, TaskKind
 from rp_sched.problem.tasks import Task, check_order, order
+from rp_sched.replanning.estimator import Estimator
+from rp_sched.replanning.replanner import Replanner
 from rp_sched.simulation.assignment import Assigner
 from rp_sched.simulation.makespan import PricedPlan
 from rp_sched.simulation.resources import Resource

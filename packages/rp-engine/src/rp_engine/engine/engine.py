@@ -339,9 +339,7 @@ class Engine:
                 f"model {self._name!r} has no trainable parameter, and no input requires grad, so "
                 "forward_backward would train nothing; unfreeze parameters, or call the model instead"
             )
-        run = self._runs.start("fused", batch, config, loss_fn, keep=keep, numbers=numbers, step=step)
-        self.planner.improve_while(config, "fused", batch.size, run.wait_for_any)
-        return run
+        return self._runs.start("fused", batch, config, loss_fn, keep=keep, numbers=numbers, step=step)
 
     def loss(
         self,

@@ -296,6 +296,11 @@ class HostParameters:
         if errors:
             raise errors[0]
 
+    def wait_for_calls(self) -> None:
+        """Wait for all work of earlier calls, but not for steps; raise its errors."""
+        self._under_way.wait()
+        self.raise_late_errors()
+
     def follow(self, work: Launched) -> None:
         """Track this work: if it fails after the launching call has returned, a later call raises its error."""
         self._under_way.follow(work)

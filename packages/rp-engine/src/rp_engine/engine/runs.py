@@ -68,6 +68,8 @@ class Runs:
         step: StepDuring | None = None,
     ) -> Run:
         """Start the run of a call. `step`: an optimizer's, which takes the gradients as they arrive."""
+        if self.planner.looks_back(config, mode, batch.size):
+            self.host.wait_for_calls()
         tasks = self.planner.tasks(config, mode, batch.size, input_grads=bool(batch.inputs))
         self._admit(mode, tasks, batch, keeps_outputs=keep)
         call = self._call(mode, batch, config, loss_fn, keep=keep, numbers=numbers)
@@ -176,7 +178,7 @@ class Runs:
             for times in work.take_times():
                 self.planner.take(times, is_whole=not work.shortages)
             if not work.shortages:
-                self.planner.log.note(work.call.mode, work.call.num_microbatches, work.span)
+                self.planner.log.note(work.call.mode, work.span)
         warn_of_shortages(work)
 
     def note_altered(self) -> None:

@@ -13,6 +13,10 @@ class Launched(Protocol):
         """Whether all of it has ended, or part of it has failed."""
         ...
 
+    def wait(self) -> None:
+        """Block until all of it has ended."""
+        ...
+
     def outcome(self) -> BaseException | None:
         """Block until all of it has ended; return its error, once."""
         ...
@@ -29,6 +33,11 @@ class UnderWay:
         """Track this work: if it fails after the launching call has returned, a later call raises its error."""
         if work not in self._launched:
             self._launched.append(work)
+
+    def wait(self) -> None:
+        """Block until all of it has ended."""
+        for work in self._launched:
+            work.wait()
 
     def errors(self) -> list[BaseException]:
         """The errors of work that has ended since the last call of this."""

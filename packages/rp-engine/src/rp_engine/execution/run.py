@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
-from rp_optim.jobs import Outcome, wait_for_all, wait_for_any
+from rp_optim.jobs import Outcome, wait_for_all
 from rp_sched import Task
 from rp_transfer import Ticket, is_out_of_memory
 
@@ -324,10 +324,6 @@ class Run:
         """Block until all tasks have ended and all gradients are on the host."""
         wait_for_all(self._outcomes)
         wait_for_all(self._deliveries)
-
-    def wait_for_any(self, seconds: float) -> bool:
-        """Wait for at most `seconds`; return whether a task has ended or the run has failed."""
-        return self.aborted or wait_for_any(self._outcomes, seconds)
 
     def take_times(self) -> list[LayerTimes]:
         """Remove and return the layers' times of a run that has ended, one entry a launch; empty if it failed."""

@@ -1,35 +1,30 @@
-"""The current plan for one kind of call: from guessed costs at first, then from measured layer times."""
+"""The plan in use for one kind of call: from guessed costs first, then from measured times of layers and calls."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
-from rp_sched import LayerCost, Limits, Mode, Plan, PricedPlan, Replanner, Search
+from rp_sched import LayerCost, Limits, Mode, Plan, PricedPlan, Replanner, Resource, Search
 
+from rp_engine.planning.settled_plans import Settled, SettledPlan
 from rp_engine.telemetry.layer_times import ModelTimer
 
 _LOG = logging.getLogger(__name__)
-# Samples needed before the first replan, besides the dropped warm-up: one may be an outlier, two show the spread.
-_FIRST_SAMPLES = 2
-# A search holds the GIL for a slice, which may delay a device's thread by as much. That thread keeps two
-# microbatches queued on its device, so the delay costs nothing where a microbatch takes this long.
-_SLICE_MS = 1.0
-_PAUSE_S = 10e-3
-_LONG_MICROBATCH_MS = 20.0
-# Search only during this first part of a call's predicted time, so that the search never delays its results.
-_PART_OF_CALL = 0.5
+# Samples before plans are searched with measured times, besides the dropped warm-up: one may be an outlier.
+_SAMPLES = 2
 # Shares of the device's memory to try for prefetched weights.
 _AHEAD = (0.5, 0.25, 0.125, 0.0625)
 
 
 class PlanInUse:
-    """Replans from the measurements of `timer`; logs each change of the plan in one line.
+    """Follows a `Replanner` with the measurements of `timer`; logs each change of the plan in one line.
 
     `guesses` and `limits` apply until times are measured. From then on `priced(limits)` returns the limits as
-    measured by then, once a call, and the plan is revised when they change.
+    measured by then, once a call. `search_ms`: how long a search may take, once after every change of layer times.
+    `settled`: where the plan is kept for the next process, and what the last one kept.
     """
 
     def __init__(
@@ -42,102 +37,152 @@ class PlanInUse:
         microbatches: int,
         mode: Mode,
         priced: Callable[[Limits], Limits] | None = None,
+        search_ms: float = 0.0,
+        settled: SettledPlan | None = None,
     ) -> None:
         self._timer = timer
         self._priced: Callable[[Limits], Limits] = (lambda limits: limits) if priced is None else priced
-        self._layers = tuple(guesses)
+        self._problem = tuple(guesses), limits
         self._devices = devices
         self._microbatches = microbatches
         self._mode: Mode = mode
-        # The search's first plan: a longer search is not worth its time while costs are only guessed.
-        self._priced_plan, self._limits = min(
-            ((self._first(choice), choice) for choice in memory_splits(guesses, limits)),
-            key=lambda pair: pair[0].alone_ms(devices),
-        )
-        self._replanner: Replanner | None = None
-        self._is_searched = False
-        self._call_ms: tuple[PricedPlan | None, float] = (None, 0.0)
-
-    def _first(self, limits: Limits) -> PricedPlan:
-        search = Search(
-            self._layers, devices=self._devices, microbatches=self._microbatches, mode=self._mode, limits=limits
-        )
-        return search.best
-
-    def priced_plan(self) -> PricedPlan:
-        """Return the plan for the next call, without further search."""
-        before = self._priced_plan
-        if self._replanner is None and self._timer.estimator.samples >= _FIRST_SAMPLES:
-            self._replanner = self._from_measurements()
-        if self._replanner is not None:
-            self._priced_plan = self._replanner.priced_plan(self._priced(self._limits))
-        if self._priced_plan is not before:
-            self._is_searched = False
-            self._tell(before, "times")
-        return self._priced_plan
-
-    def promised_ms(self, plan: Plan) -> float | None:
-        """Return the predicted time of a call; None while costs are guessed, or if this plan is not in use."""
-        replanner = self._replanner
-        return replanner.promised_ms if replanner is not None and replanner.in_use.plan == plan else None
-
-    def note(self, plan: Plan, call_ms: float) -> None:
-        """Note how long calls under a plan take, if it is the one in use; see `Replanner.note`."""
-        if self._replanner is not None and self._replanner.in_use.plan == plan:
-            self._replanner.note(call_ms)
-
-    def _from_measurements(self) -> Replanner:
-        return Replanner(
+        self._settled = settled
+        self._stored = None if settled is None else settled.load(len(guesses), mode, microbatches)
+        self._kept: Settled | None = None
+        # The plan that was last told to leave devices idle.
+        self._told_idle: Plan | None = None
+        self._num_drifts = timer.num_drifts
+        self._is_outdated = False
+        self._layers, self._limits, first = self._first()
+        self._replanner = Replanner(
             self._layers,
+            devices=devices,
+            microbatches=microbatches,
+            mode=mode,
+            limits=self._limits,
+            estimator=timer.estimator,
+            first=first,
+            search_ms=search_ms,
+        )
+
+    def _first(self) -> tuple[tuple[LayerCost, ...], Limits, PricedPlan]:
+        """Return the costs, the limits and the plan to begin with."""
+        layers, limits = self._problem
+        # The search's first plan: a longer search is not worth its time while costs are only guessed.
+        plans = [(choice, self._searched(choice)) for choice in memory_splits(layers, limits)]
+        return layers, *min(plans, key=lambda pair: pair[1].alone_ms(self._devices))
+
+    def _searched(self, limits: Limits) -> PricedPlan:
+        # Calls of other sizes may have been measured.
+        is_measured = self._timer.estimator.samples >= _SAMPLES
+        return Search(
+            self._timer.costs(self._problem[0]) if is_measured else self._problem[0],
             devices=self._devices,
             microbatches=self._microbatches,
             mode=self._mode,
-            limits=self._priced(self._limits),
-            estimator=self._timer.estimator,
+            limits=self._priced(limits) if is_measured else limits,
+        ).choice
+
+    @property
+    def current(self) -> PricedPlan:
+        """The plan of the latest call, priced with what was measured by now."""
+        return self._replanner.price(self._priced(self._limits), self._layers)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the next plan depends on what the calls before it took, so that they should be over."""
+        return self._replanner.decides_next or self._stored is not None
+
+    def priced_plan(self) -> PricedPlan:
+        """Return the plan for the next call."""
+        before = self._replanner.in_use.plan
+        if self._timer.num_drifts != self._num_drifts:
+            self._num_drifts = self._timer.num_drifts
+            self._replanner.restart()
+        if self._replanner.decides_next:
+            self._stored = None
+            if self._is_outdated:
+                self._layers, self._limits, _ = self._first()
+                self._is_outdated = False
+        elif self._stored is not None:
+            self._try_stored(self._stored)
+        priced = self._replanner.priced_plan(self._priced(self._limits), self._layers)
+        if priced.plan != before:
+            self._tell(priced.plan, before, self._replanner.why)
+        self._keep(priced)
+        return priced
+
+    def _try_stored(self, stored: Settled) -> None:
+        """Use the plan of the last process from the next call on, if it fits by what is known now."""
+        layers, limits = self._problem
+        fitting = (
+            priced
+            for choice in memory_splits(layers, limits)
+            if (
+                priced := PricedPlan(
+                    stored.plan, layers, mode=self._mode, microbatches=self._microbatches, limits=choice
+                )
+            ).fits
         )
+        if (priced := next(fitting, None)) is not None:
+            self._stored = None
+            before = self._replanner.in_use.plan
+            self._layers, self._limits = layers, priced.loads.limits
+            self._replanner.start_with(priced, slower=stored.slower)
+            if stored.plan != before:
+                self._tell(stored.plan, before, "earlier process")
 
-    def tell(self, before: PlanInUse) -> None:
-        """Log that this plan replaces `before` because memory was measured, if they differ."""
-        self.priced_plan()
-        self._tell(before._priced_plan, "memory")
-
-    def _tell(self, before: PricedPlan, why: str) -> None:
-        if self._priced_plan.plan != before.plan:
-            _LOG.info(
-                "%s: replanned from measured %s: %r, was %r",
-                self._timer.what,
-                why,
-                self._priced_plan.plan,
-                before.plan,
-            )
-
-    def improve(self, *, budget_ms: float) -> bool:
-        """Search for a better plan for about `budget_ms`; return whether the search is complete."""
-        if self._replanner is None:
-            return True
-        self._is_searched = self._replanner.improve(budget_ms=budget_ms)
-        return self._is_searched
-
-    def improve_while(self, wait: Callable[[float], bool]) -> None:
-        """Search in short slices while the devices run a call, so that the call is not delayed.
-
-        Args:
-            wait: waits at most this many seconds for the call's first task; returns whether the task is over.
-        """
-        if self._replanner is None or self._is_searched or self._microbatch_ms() < _LONG_MICROBATCH_MS:
+    def _keep(self, priced: PricedPlan) -> None:
+        """Tell why devices are idle, and keep the plan for the next process, once it is settled."""
+        if (because := self.idle_because) is not None and self._told_idle != priced.plan:
+            self._told_idle = priced.plan
+            idle = f"{priced.idle(self._devices)} of {self._devices} devices idle"
+            fits_none = "no plan that uses all of them fits"
+            why = fits_none if because == "nothing fits" else f"plans that use all of them are bound by {because}"
+            _LOG.info("%s: %r leaves %s, since %s", self._timer.what, priced.plan, idle, why)
+        if self._settled is None or not self._replanner.is_settled:
             return
-        until = time.perf_counter() + self._predicted_ms() * _PART_OF_CALL / 1e3
-        while time.perf_counter() < until and not wait(_PAUSE_S):
-            if self.improve(budget_ms=_SLICE_MS):
-                return
+        settled = Settled(priced.plan, frozenset(self._replanner.slower))
+        if settled != self._kept:
+            self._kept = settled
+            self._settled.save(settled)
 
-    def _microbatch_ms(self) -> float:
-        return self._priced_plan.busy_ms / self._priced_plan.steps
+    def promised_ms(self, plan: Plan) -> float | None:
+        """Return the predicted time of a call; None while costs are guessed, or if this plan is not in use."""
+        is_in_use = self._replanner.in_use.plan == plan
+        return self._replanner.promised_ms if is_in_use and self._replanner.has_samples else None
 
-    def _predicted_ms(self) -> float:
-        if self._call_ms[0] is not self._priced_plan:
-            self._call_ms = (self._priced_plan, self._priced_plan.alone_ms(self._devices))
-        return self._call_ms[1]
+    def note(self, plan: Plan, call_ms: float) -> None:
+        """Note how long a call under a plan took; see `Replanner.note`."""
+        self._replanner.note(call_ms, plan)
+
+    @property
+    def measured_ms(self) -> float | None:
+        """How long calls under the plan in use take; None if none counts yet."""
+        return self._replanner.measured_ms
+
+    @property
+    def idle_because(self) -> Resource | Literal["nothing fits"] | None:
+        """What bounds plans that use all devices, if the plan in use does not; see `Replanner.idle_because`."""
+        return self._replanner.idle_because
+
+    def update(self, guesses: Sequence[LayerCost], limits: Limits, *, ran_out: bool) -> None:
+        """Take what was measured of memory. `ran_out`: calls needed more than there was, so the plan must change.
+
+        Otherwise the plan in use has fit so far, and the next search counts with it.
+        """
+        self._problem, self._is_outdated = (tuple(guesses), limits), True
+        if ran_out:
+            before = self._replanner.in_use.plan
+            self._layers, self._limits, first = self._first()
+            self._stored, self._is_outdated = None, False
+            self._replanner.restart(first)
+            if first.plan != before:
+                self._tell(first.plan, before, "memory")
+
+    def _tell(self, plan: Plan, before: Plan, why: str) -> None:
+        measured = "a plan of an" if why == "earlier process" else "measured"
+        _LOG.info("%s: replanned from %s %s: %r, was %r", self._timer.what, measured, why, plan, before)
 
 
 def memory_splits(layers: Sequence[LayerCost], limits: Limits) -> Iterator[Limits]:

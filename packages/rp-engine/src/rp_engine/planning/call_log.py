@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
+from typing import Literal, Protocol
 
 from rp_sched import LayerCost, Mode, Plan, PricedPlan, Resource, simulated_ms
 
@@ -22,6 +23,10 @@ _LOG = logging.getLogger(__name__)
 CALLS = 8
 # An error is logged again once it has grown by this much.
 _NEWS = 0.1
+# The number of calls to remember that are not over: more than may be under way.
+_LAUNCHED = 64
+
+IdleBecause = Resource | Literal["nothing fits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,9 @@ class CallTime:
     `what`: the model and the kind of call. `promised_ms`: simulated with what was measured of layers, links and
     host; None while calls of this kind are not measured. `measured_ms`: the median of the last `calls` calls; None
     if there were none. `bound_by`: what the simulation keeps busy for the longest time, or the
-    network between machines if a step's traffic takes longer: `network_ms`, None for one machine.
+    network between machines if a step's traffic takes longer: `network_ms`, None for one machine. `idle_devices`:
+    the devices that have no task in a call. `idle_because`: what bounds plans that use all devices, or that none
+    fits; None if the plan leaves none idle, is a user's, or was not yet compared with others.
 
     A call counts if it was launched before the previous call's gradients were on the host, with nothing in
     between. Its time runs from the end of the previous call to its own end, when its own gradients are on the
@@ -48,6 +55,8 @@ class CallTime:
     calls: int
     bound_by: Resource | Literal["network"] | None
     network_ms: float | None = None
+    idle_devices: int = 0
+    idle_because: IdleBecause | None = None
 
     @property
     def error(self) -> float | None:
@@ -69,6 +78,7 @@ def as_table(times: Sequence[CallTime]) -> str:
     """
     # Of several machines.
     has_network = any(one.network_ms is not None for one in times)
+    has_idle = any(one.idle_devices for one in times)
     rows = [
         [
             one.what,
@@ -78,11 +88,17 @@ def as_table(times: Sequence[CallTime]) -> str:
             _error(one.error),
             one.bound_by or "-",
             *([_ms(one.network_ms)] if has_network else []),
+            *([_idle(one)] if has_idle else []),
         ]
         for one in times
     ]
-    more = ["network"] if has_network else []
+    more = [*(["network"] if has_network else []), *(["idle devices"] if has_idle else [])]
     return table(["calls", "plan", "promised", "measured", "error", "bound by", *more], rows)
+
+
+def _idle(time: CallTime) -> str:
+    because = "" if time.idle_because is None else f" ({time.idle_because})"
+    return f"{time.idle_devices}{because}"
 
 
 def _ms(ms: float | None) -> str:
@@ -93,22 +109,34 @@ def _error(error: float | None) -> str:
     return "-" if error is None else f"{error:+.1%}"
 
 
-Promise = Callable[[Plan], float | None]
 Guesses = Callable[[], Sequence[LayerCost]]
 
 
-def _no_promise(plan: Plan) -> None:
-    del plan
+class InUse(Protocol):
+    """What plans the calls: a `PlanInUse`."""
+
+    @property
+    def idle_because(self) -> IdleBecause | None:
+        """See `CallTime`."""
+        ...
+
+    def promised_ms(self, plan: Plan) -> float | None:
+        """Return the predicted time of a call under this plan; None if it is not known."""
+        ...
+
+    def note(self, plan: Plan, call_ms: float) -> None:
+        """Note how long a call under this plan took."""
+        ...
 
 
 class _UnderPlan:
-    """The calls under one plan. `promised`, `guesses`: see `CallLog.follow`."""
+    """The calls under one plan. `guesses`, `in_use`: see `CallLog.follow`."""
 
-    def __init__(self, timer: ModelTimer, plan: Plan, guesses: Guesses, promised: Promise) -> None:
+    def __init__(self, timer: ModelTimer, plan: Plan, guesses: Guesses, in_use: InUse | None) -> None:
         self.timer = timer
         self.plan = plan
         self.guesses = guesses
-        self.promised = promised
+        self.in_use = in_use
         self._last: CallSpan | None = None
         self._ms: deque[float] = deque(maxlen=CALLS)
         self._logged_error: float | None = None
@@ -118,7 +146,7 @@ class _UnderPlan:
         if self._last is not None and call.follows(self._last):
             self._ms.append((call.ended_s - self._last.ended_s) * 1e3)
         self._last = call
-        promised = self.promised(self.plan)
+        promised = None if self.in_use is None else self.in_use.promised_ms(self.plan)
         self._compare(None if promised is None else max(promised, network_ms or 0.0))
 
     @property
@@ -152,37 +180,47 @@ class CallLog:
     def __init__(self, pricing: Pricing) -> None:
         self._pricing = pricing
         self._plans: dict[tuple[Mode, int], _UnderPlan] = {}
+        # By their numbers, calls that are not over.
+        self._launched: dict[int, tuple[_UnderPlan, InUse | None]] = {}
+        # The end of the latest call that is over.
+        self._ended_s = -math.inf
 
     def follow(
         self,
+        number: int,
         timer: ModelTimer,
         mode: Mode,
         microbatches: int,
         plan: Plan,
         guesses: Guesses,
-        promised: Promise = _no_promise,
+        in_use: InUse | None = None,
     ) -> None:
-        """Note that the next call of this kind runs under this plan.
+        """Note that the call with this number, which is launched next, runs under this plan.
 
-        `guesses`: costs of the layers without their times. `promised`: see `PlanInUse.promised_ms`.
+        `guesses`: costs of the layers without their times. `in_use`: what has planned it; None for users' plans.
         """
         known = self._plans.get((mode, microbatches))
         if known is None or known.plan != plan:
-            self._plans[mode, microbatches] = _UnderPlan(timer, plan, guesses, promised)
+            self._plans[mode, microbatches] = known = _UnderPlan(timer, plan, guesses, in_use)
         else:
-            known.guesses, known.promised = guesses, promised
+            known.guesses, known.in_use = guesses, in_use
+        # Calls that failed are never over.
+        self._launched = {other: call for other, call in self._launched.items() if other > number - _LAUNCHED}
+        self._launched[number] = known, in_use
 
-    def note(self, mode: Mode, microbatches: int, call: CallSpan) -> None:
-        """Note that a call is over; log how its plan's promise compares."""
-        if (under := self._plans.get((mode, microbatches))) is not None:
-            under.note(call, self._network_ms(mode, under.plan))
+    def note(self, mode: Mode, call: CallSpan) -> None:
+        """Note that a call is over: tell what has planned it, and log how its plan's promise compares.
 
-    def measured(self, mode: Mode, microbatches: int) -> tuple[Plan, float] | None:
-        """Return the latest plan and the median time of its calls, in ms; None until `CALLS` were measured."""
-        under = self._plans.get((mode, microbatches))
-        if under is None or under.calls < CALLS or under.measured_ms is None:
-            return None
-        return under.plan, under.measured_ms
+        For plans, calls count that `CallTime` leaves out, too: from the end of the call before, or from their
+        launch if that is later. Not those whose backward pass the caller runs: their end depends on the caller.
+        """
+        under, in_use = self._launched.pop(call.number, (None, None))
+        if under is None:
+            return
+        under.note(call, self._network_ms(mode, under.plan))
+        if in_use is not None and mode != "train" and call.ended_s > self._ended_s:
+            in_use.note(under.plan, (call.ended_s - max(call.launched_s, self._ended_s)) * 1e3)
+        self._ended_s = max(self._ended_s, call.ended_s)
 
     def plans(self) -> dict[tuple[Mode, int], Plan]:
         """Return the latest plan of each kind of call and number of microbatches."""
@@ -206,6 +244,8 @@ class CallLog:
             calls=under.calls,
             bound_by=None if priced_plan is None else "network" if is_slow else priced_plan.bottleneck(devices),
             network_ms=network_ms,
+            idle_devices=0 if priced_plan is None else priced_plan.idle(devices),
+            idle_because=None if under.in_use is None else under.in_use.idle_because,
         )
 
     def _network_ms(self, mode: Mode, plan: Plan) -> float | None:

@@ -31,12 +31,14 @@ _NEWS = 0.05
 class Footprint:
     """Memory measurements of one model.
 
-    `version` counts the measurements that require new plans. `knows_peak`: whether the workspace was measured.
-    `most_rows`: the most rows of microbatches whose layers were measured; 0 before.
+    `version` counts the measurements that matter to plans, `num_shortages` those of tasks that did not fit.
+    `knows_peak`: whether the workspace was measured. `most_rows`: the most rows of microbatches whose layers were
+    measured; 0 before.
     """
 
     def __init__(self, layers: Sequence[LayerState]) -> None:
         self.version = 0
+        self.num_shortages = 0
         self.knows_peak = False
         self.most_rows = 0
         # The workspace by rows, where it was measured.
@@ -128,6 +130,7 @@ class Footprint:
             known = self._too_much.get(rows)
             nbytes = _task_bytes(task, costs)
             self._too_much[rows] = nbytes if known is None else min(nbytes, known)
+            self.num_shortages += 1
             self.version += 1
 
     def most_bytes(self, rows: int) -> int | None:

@@ -20,6 +20,7 @@ from rp_engine.planning.call_log import CallLog
 from rp_engine.planning.footprint import Footprint, resident_bytes
 from rp_engine.planning.microbatches import counts_of, fastest
 from rp_engine.planning.pricing import FORWARD_PART, LAUNCH_MS, Pricing
+from rp_engine.planning.settled_plans import SettledPlan
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.settings.execute_plan import ModelExecutePlan
 from rp_engine.settings.run_config import RoundPipeRunConfig
@@ -40,6 +41,8 @@ _REAL_LINK_GB_S = 50.0
 _UNMEASURED = 4
 # Calls of up to this many times the measured rows count as measured.
 _MORE_ROWS = 1.2
+# A search takes at most so long: once for each kind of call, and again when layer times have changed.
+_SEARCH_MS = 500.0
 # The number of measured launches to remember: as many as may be in flight, and some that failed.
 _LAUNCHES = 8
 
@@ -68,7 +71,8 @@ class Planner:
     def forget(self) -> None:
         """Drop all plans and measurements, since the layers have changed."""
         self._timers: dict[tuple[Mode, int], ModelTimer] = {}
-        self._plans: dict[object, tuple[int, PlanInUse]] = {}
+        # With the footprint's version and number of shortages that they know of.
+        self._plans: dict[object, tuple[tuple[int, int], PlanInUse]] = {}
         self.footprint = Footprint(self._state.layers)
         self._launches: deque[LayerTimes] = deque(maxlen=_LAUNCHES)
         self.pricing = Pricing(self._state, self._runtime, self.footprint, self._has_room_for_pairs)
@@ -134,12 +138,12 @@ class Planner:
     def _peak_bytes(self) -> int:
         return max(use.peak_bytes for use in self._runtime.memory())
 
-    def improve_while(
-        self, config: RoundPipeRunConfig, mode: Mode, size: CallSize, wait: Callable[[float], bool]
-    ) -> None:
-        """See `PlanInUse.improve_while`. Not on CPU devices: the search would take cores from the call."""
-        if config.execute_plan is None and not self._on_host:
-            self._plan(mode, size).improve_while(wait)
+    def looks_back(self, config: RoundPipeRunConfig, mode: Mode, size: CallSize) -> bool:
+        """Return whether the next plan depends on what earlier calls took, so that they should be over.
+
+        Not on CPU devices: there calls may be launched while user code waits for the next one.
+        """
+        return config.execute_plan is None and not self._on_host and self._plan(mode, size).looks_back
 
     def _timer(self, mode: Mode, microbatches: int) -> ModelTimer:
         key = (mode, microbatches)
@@ -178,7 +182,7 @@ class Planner:
             )
             tasks = self._turns(plan, "infer", size.microbatches)
         else:
-            tasks = rp_sched.Assigner(len(self._runtime.lanes)).assign(self._plan("infer", size).priced_plan())
+            tasks = rp_sched.Assigner(len(self._runtime.lanes)).assign(self._plan("infer", size).current)
         self._predict("infer", size, tasks)
         return tasks
 
@@ -197,18 +201,16 @@ class Planner:
     def _dealt(self, config: RoundPipeRunConfig, mode: Mode, size: CallSize) -> tuple[Task, ...]:
         timer = self._timer(mode, size.microbatches)
         guesses = partial(self._guesses, size.rows if self._sees_memory else 0)
+        number = self._runtime.num_calls + 1
         if config.execute_plan is not None:
             plan = self._checked(config.execute_plan, mode)
-            self.log.follow(timer, mode, size.microbatches, plan, guesses)
+            self.log.follow(number, timer, mode, size.microbatches, plan, guesses)
             return self._turns(plan, mode, size.microbatches)
         in_use = self._plan(mode, size)
-        measured = self.log.measured(mode, size.microbatches)
-        if measured is not None:
-            in_use.note(*measured)
+        if (call_ms := in_use.measured_ms) is not None:
+            self.pricing.note_call(timer, in_use.current, call_ms)
         priced_plan = in_use.priced_plan()
-        if measured is not None and measured[0] == priced_plan.plan:
-            self.pricing.note_call(timer, priced_plan, measured[1])
-        self.log.follow(timer, mode, size.microbatches, priced_plan.plan, guesses, in_use.promised_ms)
+        self.log.follow(number, timer, mode, size.microbatches, priced_plan.plan, guesses, in_use)
         if priced_plan.plan.in_turn:
             return self._turns(priced_plan.plan, mode, size.microbatches)
         return self._runtime.assigner.assign(priced_plan)
@@ -230,12 +232,15 @@ class Planner:
         writers = tuple(layer.index for layer in self._state.layers if _may_write(layer))
         rows = _rounded_up(size.rows)
         key = (mode, size.microbatches, writers, rows if self._sees_memory else 0)
-        version, plan = self._plans.get(key, (-1, None))
-        if plan is None or version != self.footprint.version:
-            before, plan = plan, self._new_plan(mode, size.microbatches, rows)
-            self._plans[key] = (self.footprint.version, plan)
-            if before is not None:
-                plan.tell(before)
+        known = self._plans.get(key)
+        state = self.footprint.version, self.footprint.num_shortages
+        if known is None:
+            plan = self._new_plan(mode, size.microbatches, rows)
+        else:
+            (version, shortages), plan = known
+            if version != self.footprint.version:
+                plan.update(*self._problem(mode, rows), ran_out=shortages != self.footprint.num_shortages)
+        self._plans[key] = (state, plan)
         return plan
 
     def microbatches(self, mode: Mode, batch_size: int, rows: int) -> int:
@@ -292,22 +297,29 @@ class Planner:
     def _guesses(self, rows: int) -> list[LayerCost]:
         return [_guessed_cost(layer, self.footprint.kept_bytes(layer.index, rows)) for layer in self._state.layers]
 
-    def _new_plan(self, mode: Mode, microbatches: int, rows: int) -> PlanInUse:
+    def _problem(self, mode: Mode, rows: int) -> tuple[list[LayerCost], Limits]:
+        """Return the guessed costs and the limits of calls whose microbatches have so many rows."""
         rows = rows if self._sees_memory else 0
         caution = self._caution(mode, rows)
         costs = [replace(cost, kept_bytes=int(cost.kept_bytes * caution)) for cost in self._guesses(rows)]
         limits = self.pricing.limits(costs, rows, is_known=caution == 1)
         budget = limits.device_memory_bytes
         assert budget is not None
+        return [_at_most(cost, budget) for cost in costs], limits
+
+    def _new_plan(self, mode: Mode, microbatches: int, rows: int) -> PlanInUse:
         timer = self._timer(mode, microbatches)
+        facts = {"mode": mode, "microbatches": microbatches, "rows": rows if self._sees_memory else 0}
         return PlanInUse(
             timer,
-            [_at_most(cost, budget) for cost in costs],
-            limits,
+            *self._problem(mode, rows),
             devices=len(self._runtime.lanes),
             microbatches=microbatches,
             mode=mode,
             priced=partial(self.pricing.priced, timer),
+            # On CPU devices a search takes cores from calls, and their times say little of the next process.
+            search_ms=0.0 if self._on_host else _SEARCH_MS,
+            settled=None if self._on_host else SettledPlan.of(self._name, self._state, self._runtime, facts),
         )
 
     def _caution(self, mode: Mode, rows: int) -> float:

@@ -174,6 +174,8 @@ class ModelTimer:
         self._taken = 0
         # The number of samples before calls are measured seldom.
         self._wanted = YOUNG_CALLS
+        # How often the layers' times have changed.
+        self.num_drifts = 0
         # The largest share of launching that can hold the GIL, according to the measured calls.
         self.launch_gil_share = 1.0
         # Whether the latest measured call took a different time than expected.
@@ -225,6 +227,7 @@ class ModelTimer:
 
     def _measure_again(self) -> None:
         self.launch_gil_share = 1.0
+        self.num_drifts += 1
         self._is_suspect = False
         self.estimator.restart()
         self._wanted = self.estimator.samples + YOUNG_CALLS

@@ -1,8 +1,9 @@
 """The strategy `adaptive`: an anytime search for the plan with the shortest time per call."""
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from rp_sched.planners.local_search import EQUAL, MOST_STEPS, Finder
 from rp_sched.planners.roundrobin import RoundRobin
@@ -14,7 +15,8 @@ from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.validation import check_problem
 from rp_sched.simulation.makespan import PricedPlan
-from rp_sched.simulation.simulate import STEADY_CALLS, simulating
+from rp_sched.simulation.resources import Resource
+from rp_sched.simulation.simulate import STEADY_CALLS, simulated_ms
 from rp_sched.simulation.stage_costs import Loads
 
 # For 100 layers these take a few hundredths of a second and find most of the possible gain.
@@ -24,6 +26,10 @@ ALL_STEPS = 3 * MOST_STEPS
 
 # The most steps that `Search.settle` simulates; 30,000 take about a second.
 SETTLED_STEPS = 25_000
+# A plan is chosen in place of another if it is expected to be faster by this fraction.
+GAIN = 0.05
+# The number of fast plans among the candidates.
+OTHERS = 4
 # Up to this many devices, plans for every smaller number are tried; above it, only for some.
 EACH_DEVICES = 8
 
@@ -73,9 +79,7 @@ class Search:
         self.is_done = False
         self.steps = 0
         self._simulated_ms: float | None = None
-        # The plans that were simulated in the end, with their times per call.
-        self.simulated_ms: dict[Plan, float] = {}
-        self._settling: Iterator[None] = self._settle()
+        self._is_settled = False
         for plan in first:
             plan.check(len(costs), mode)
             plan.check_microbatches(microbatches)
@@ -114,21 +118,11 @@ class Search:
         The rivals are the plan of `roundrobin` and the fastest plans that divide microbatches in other ways, or
         not at all. A rival whose simulation would exceed `SETTLED_STEPS` steps in total is skipped.
         """
-        for _ in self._settling:
-            pass
+        self.finish()
+        if not (self._is_settled or self._loads.shares_nothing):
+            self._compare(self._rivals())
+        self._is_settled = True
         return self.best
-
-    def advance_settling(self, *, budget_ms: float) -> bool:
-        """Run `settle` for about `budget_ms`; return whether it is finished.
-
-        >>> Search([LayerCost(1.0)], devices=1, microbatches=1, mode="infer").advance_settling(budget_ms=5.0)
-        True
-        """
-        until = time.perf_counter() + non_negative("budget_ms", budget_ms) / 1e3
-        while next(self._settling, self) is None:
-            if time.perf_counter() >= until:
-                return False
-        return True
 
     @property
     def promised_ms(self) -> float:
@@ -139,34 +133,76 @@ class Search:
         """
         return self.best_ms if self._simulated_ms is None else self._simulated_ms
 
-    def _settle(self) -> Generator[None]:
-        while not self.is_done:
-            self._advance(1, float("inf"))
-            yield
-        if not self._loads.shares_nothing:
-            yield from self._compare(self._rivals())
+    def candidates(self) -> list[PricedPlan]:
+        """Return the best plan, the rivals of `settle`, other fast plans, and one that uses all devices.
+
+        >>> search = Search([LayerCost(1.0)] * 4, devices=2, microbatches=4, mode="fused")
+        >>> search.candidates()[0] is search.best
+        True
+        """
+        full = self._using_all()
+        more = [*self._rivals(), *map(self._priced, self.others(OTHERS)), *([] if full is None else [full])]
+        plans = {priced.plan: priced for priced in (self.best, *more)}
+        return [priced for priced in plans.values() if self._loads.fits_host(priced.plan, self._microbatches)]
+
+    @property
+    def choice(self) -> PricedPlan:
+        """The best plan, unless it leaves devices idle and one that uses all is slower by less than `GAIN`.
+
+        >>> Search([LayerCost(1.0)] * 4, devices=2, microbatches=4, mode="fused").choice.idle(2)
+        0
+        """
+        full = self._using_all() or self.best
+        is_near = self.best_ms >= full.steady_ms(self._devices) * (1 - GAIN)
+        return full if is_near else self.best
+
+    @property
+    def idle_because(self) -> Resource | Literal["nothing fits"]:
+        """What bounds the fastest plan of those with a task for each device.
+
+        "nothing fits": there is no such plan.
+
+        >>> Search([LayerCost(1.0)] * 4, devices=2, microbatches=4, mode="fused").idle_because
+        'device'
+        """
+        full = self._using_all()
+        return "nothing fits" if full is None else full.bottleneck(self._devices)
+
+    def _using_all(self) -> PricedPlan | None:
+        if not self.best.idle(self._devices):
+            return self.best
+        tried = [*self._first_finder.rivals(), *map(self._priced, self._first_finder.using_all(OTHERS))]
+        full = {
+            priced.plan: (priced.steady_ms(self._devices), priced)
+            for priced in tried
+            if not priced.idle(self._devices) and self._loads.fits_host(priced.plan, self._microbatches)
+        }
+        least_ms = min((ms for ms, _ in full.values()), default=0.0)
+        near = (priced for ms, priced in full.values() if ms <= least_ms * (1 + EQUAL))
+        return min(near, key=lambda priced: len(priced.jobs), default=None)
+
+    def _priced(self, plan: Plan) -> PricedPlan:
+        return PricedPlan.unchecked(plan, self._loads, self._mode, self._microbatches)
 
     def _rivals(self) -> list[PricedPlan]:
         published = RoundRobin().plan(
             self._loads, devices=self._devices, microbatches=self._microbatches, mode=self._mode
         )
-        priced = PricedPlan.unchecked(published, self._loads, self._mode, self._microbatches)
-        rivals = {rival.plan: rival for rival in (priced, *self._first_finder.rivals())}
+        rivals = {rival.plan: rival for rival in (self._priced(published), *self._first_finder.rivals())}
         allowed = (rival for rival in rivals.values() if self._loads.fits_host(rival.plan, self._microbatches))
         return [rival for rival in allowed if rival.plan != self.best.plan]
 
-    def _compare(self, rivals: Sequence[PricedPlan]) -> Generator[None]:
+    def _compare(self, rivals: Sequence[PricedPlan]) -> None:
         left = SETTLED_STEPS - STEADY_CALLS * self.best.steps
         if left < 0:
             return
-        fastest, fastest_ms = self.best, (yield from simulating(self.best, self._devices))
-        self.simulated_ms[fastest.plan] = fastest_ms
+        fastest, fastest_ms = self.best, simulated_ms(self.best, self._devices)
         for rival in rivals:
             steps = STEADY_CALLS * rival.steps
             if steps > left or rival.bound_ms(self._devices) >= fastest_ms:
                 continue
             left -= steps
-            self.simulated_ms[rival.plan] = rival_ms = yield from simulating(rival, self._devices)
+            rival_ms = simulated_ms(rival, self._devices)
             if rival_ms < fastest_ms * (1 - EQUAL):
                 fastest, fastest_ms = rival, rival_ms
         if fastest is not self.best:

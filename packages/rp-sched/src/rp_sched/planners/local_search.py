@@ -84,6 +84,14 @@ class Finder:
         shapes = sorted(self._tried, key=self._tried.__getitem__)[:count]
         return [self._space.shaped(shape) for shape in shapes if self._tried[shape] < float("inf")]
 
+    def using_all(self, count: int) -> list[Plan]:
+        """Return the plans of the fastest shapes with a task for each device, fastest first, then fewest tasks."""
+        # Those from which the search starts, too: it ends at once if nothing can be faster than its first plan.
+        known = {**dict.fromkeys(seeds(self._space), float("inf")), **self._tried}
+        shapes = (shape for shape in known if self.devices <= shape.tasks <= MOST_TASKS)
+        ranked = sorted(shapes, key=lambda shape: (known[shape], shape.tasks))
+        return list(map(self._space.shaped, ranked[:count]))
+
     def rivals(self) -> list[PricedPlan]:
         """Return the fastest plan for each number of tasks among which microbatches are divided, fastest first.
 

@@ -61,6 +61,30 @@ class PricedPlan:
         """How many of `devices` devices the plan uses."""
         return min(devices, self.plan.devices or devices)
 
+    def idle(self, devices: int) -> int:
+        """How many of `devices` devices have no task in a call.
+
+        >>> groups = range(0, 2), range(2, 4)
+        >>> plan = Plan(fused=range(0, 2), groups=groups)
+        >>> PricedPlan(plan, [LayerCost(1.0)] * 2, mode="fused", microbatches=4).idle(devices=3)
+        1
+        """
+        return devices - min(self.used(devices), len(self.jobs))
+
+    @property
+    def fits(self) -> bool:
+        """Whether devices and host have memory for it, and no stage is divided that may not be.
+
+        >>> layers, limits = [LayerCost(1.0, weight_bytes=10)] * 2, Limits(device_memory_bytes=30)
+        >>> PricedPlan(Plan(fused=range(2)), layers, mode="fused", microbatches=4, limits=limits).fits
+        False
+        """
+        return self.loads.fits_host(self.plan, self.microbatches) and all(
+            self.loads.fits(kind, stage) and (len(groups) < 2 or self.loads.may_divide(stage))
+            for kind, stages, groups in self.plan.phases()
+            for stage in stages
+        )
+
     @property
     def steps(self) -> int:
         """The number of steps of one call; a step is one microbatch in one stage."""

@@ -1,0 +1,209 @@
+"""Keep the plans that calls have settled for in the user's cache folder, for the next process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rp_sched import Mode, Plan
+
+from rp_engine.runtime.lane import Lane
+from rp_engine.runtime.runtime import Runtime
+from rp_engine.state.model_state import ModelState
+
+_LOG = logging.getLogger(__name__)
+_VARIABLE = "RP_ENGINE_CACHE"
+_FORMAT = 1
+# The most files, of a few kilobytes each; the oldest go first. A file of more bytes is none of ours.
+MOST_FILES = 256
+_MOST_BYTES = 1 << 20
+_GROUPS = ("groups", "forward_groups", "backward_groups")
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A plan that calls have settled for, and those that were measured to be slower."""
+
+    plan: Plan
+    slower: frozenset[Plan] = frozenset()
+
+
+def cache_folder() -> Path | None:
+    """Return the folder of settled plans; None if nothing is kept.
+
+    It is in ``RP_ENGINE_CACHE``, else in ``rp-engine`` in ``XDG_CACHE_HOME``, else in ``~/.cache``.
+    ``RP_ENGINE_CACHE=off`` keeps nothing, and so does a home folder that is not known.
+    """
+    given = os.environ.get(_VARIABLE, "")
+    if given:
+        return None if given == "off" else Path(given, "plans")
+    # The XDG Base Directory Specification ignores relative paths.
+    shared, home = Path(os.environ.get("XDG_CACHE_HOME", "")), Path(os.path.expanduser("~"))
+    caches = shared if shared.is_absolute() else home / ".cache"
+    return caches / "rp-engine" / "plans" if caches.is_absolute() else None
+
+
+class SettledPlan:
+    """The plan of one kind of call, kept from process to process.
+
+    `facts`: all that it depends on. A plan is loaded only for equal ones. Nothing here raises: what cannot be read
+    or written is a line in the log.
+    """
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        # As it is read back.
+        self._facts: dict[str, Any] = json.loads(json.dumps(facts))
+        text = json.dumps(self._facts, sort_keys=True)
+        self._name = hashlib.sha256(text.encode()).hexdigest()[:32] + ".json"
+
+    @classmethod
+    def of(cls, name: str, state: ModelState, runtime: Runtime, facts: Mapping[str, Any]) -> SettledPlan:
+        """Return that of a model's calls. `facts`: their mode, number of microbatches and rows."""
+        memory = [use.total_bytes for use in runtime.memory()]
+        return cls(
+            {
+                **facts,
+                "model": name,
+                "layers": _structure(state),
+                "devices": [[_kind(lane), nbytes] for lane, nbytes in zip(runtime.lanes, memory, strict=True)],
+                "machines": runtime.peers.size,
+                "versions": [torch.__version__, version("rp-engine"), version("rp-sched")],
+            }
+        )
+
+    def load(self, num_layers: int, mode: Mode, microbatches: int) -> Settled | None:
+        """Return what was kept; None if there is nothing, or nothing that suits such calls."""
+        folder = cache_folder()
+        path = None if folder is None else folder / self._name
+        try:
+            if path is None or not path.exists():
+                return None
+            return self._read(path, num_layers, mode, microbatches)
+        except (OSError, ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
+            _LOG.warning("the plan in %s is ignored, since it cannot be read: %s", path, error)
+            return None
+
+    def _read(self, path: Path, num_layers: int, mode: Mode, microbatches: int) -> Settled:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+        kept = _object(json.loads(path.read_text(encoding="utf-8")))
+        if kept.get("format") != _FORMAT or kept.get("facts") != self._facts:
+            raise ValueError("it is of another format, or for other calls")
+        plan, *slower = [_plan_of(one) for one in (kept["plan"], *kept["slower"])]
+        for one in (plan, *slower):
+            one.check(num_layers, mode)
+            one.check_microbatches(microbatches)
+        return Settled(plan, frozenset(slower))
+
+    def save(self, settled: Settled) -> None:
+        """Keep this in place of what was kept before."""
+        if (folder := cache_folder()) is None:
+            return
+        kept = {
+            "format": _FORMAT,
+            "facts": self._facts,
+            "plan": _as_json(settled.plan),
+            "slower": [_as_json(plan) for plan in sorted(settled.slower, key=repr)],
+        }
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _write(folder / self._name, json.dumps(kept, indent=1))
+            _remove_oldest(folder)
+        except OSError as error:
+            _LOG.warning("the plan cannot be kept in %s, so the next process searches again: %s", folder, error)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all, whatever else writes or reads it."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _remove_oldest(folder: Path) -> None:
+    # Files of processes that were killed while they wrote are the oldest one day, too.
+    files = sorted((file for file in folder.iterdir() if file.is_file()), key=_modified, reverse=True)
+    for file in files[MOST_FILES:]:
+        file.unlink(missing_ok=True)
+
+
+def _modified(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        # Another process has removed it.
+        return 0.0
+
+
+def _structure(state: ModelState) -> str:
+    """Return a digest of the layers' classes, and of the kinds, dtypes and shapes of their tensors."""
+    layers = [
+        [
+            type(layer.module).__qualname__,
+            [
+                [
+                    block.kind,
+                    str(block.layout.dtype),
+                    [list(one.shape) for one in block.tensors],
+                    sorted(block.users),
+                ]
+                for block in layer.blocks
+            ],
+        ]
+        for layer in state.layers
+    ]
+    return hashlib.sha256(json.dumps(layers).encode()).hexdigest()
+
+
+def _kind(lane: Lane) -> str:
+    device = lane.device.torch_device
+    return "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+
+
+def _as_json(plan: Plan) -> dict[str, Any]:
+    return {one.name: _value(getattr(plan, one.name)) for one in fields(Plan)}
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, range):
+        return [value.start, value.stop]
+    return [_value(one) for one in value] if isinstance(value, tuple) else value
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("it has something else where an object must be")
+    return cast(dict[str, Any], value)
+
+
+def _plan_of(value: Any) -> Plan:
+    """Return the plan that `_as_json` wrote. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
+    kept = _object(value)
+    if kept.keys() != {one.name for one in fields(Plan)} or type(kept["in_turn"]) is not bool:
+        raise ValueError("a plan has other fields, or its in_turn is neither true nor false")
+    ranges = {name: tuple(map(_range_of, kept[name])) for name in ("forward", "backward", *_GROUPS)}
+    fused = None if kept["fused"] is None else _range_of(kept["fused"])
+    return Plan(fused=fused, in_turn=kept["in_turn"], devices=kept["devices"], **ranges)
+
+
+def _range_of(value: Sequence[Any]) -> range:
+    start, stop = value
+    if type(start) is not int or type(stop) is not int:
+        raise ValueError("ranges must have whole ends")
+    return range(start, stop)

@@ -1,0 +1,1 @@
+"""Plans from measurements: estimates of layer times, and the plan in use."""
