@@ -269,15 +269,15 @@ def test_the_first_call_takes_little_and_later_ones_what_was_measured() -> None:
         x = torch.randn(256, 32)
         fused: list[int] = []
         predicted: list[int] = []
-        for _ in range(3):
+        for _ in range(5):
             run_once(model, x)
             fused.append(fused_layers(model))
             predicted.append(model.memory_report().predicted_bytes or 0)
-    assert fused[0] == 1
-    assert fused[2] >= 4
+    assert fused[:3] == [1] * 3
+    assert fused[4] >= 4
     # The times that are measured decide which of these plans takes most.
     assert runtime.memory()[0].peak_bytes <= max(predicted) <= 1_500_000
-    assert predicted[2]
+    assert predicted[4]
 
 
 def taken_of_foreseen(model: RoundPipe, runtime: Runtime, x: torch.Tensor) -> float:
@@ -322,12 +322,12 @@ def test_a_longer_batch_is_planned_anew_before_it_runs_out(longer: int) -> None:
         warnings.simplefilter("error")
         model = RoundPipe(blocks(), runtime=runtime, model_run_config=RoundPipeRunConfig(num_microbatch=4))
         fused: list[int] = []
-        for rows in (256, 256, 256, 256 * longer, 256):
+        for rows in (*[256] * 8, 256 * longer, 256):
             x = torch.randn(rows, 32)
             run_once(model, x)
             fused.append(fused_layers(model))
-    assert fused[3] < fused[2]
-    assert fused[4] == fused[2]
+    assert fused[8] < fused[7]
+    assert fused[9] == fused[7]
 
 
 @pytest.mark.slow
@@ -335,7 +335,7 @@ def test_plans_take_less_after_a_shortage() -> None:
     with Runtime("cpu:1", device_memory_bytes=1_500_000) as runtime:
         model = RoundPipe(blocks(), runtime=runtime, model_run_config=RoundPipeRunConfig(num_microbatch=4))
         x = torch.randn(256, 32)
-        for _ in range(3):
+        for _ in range(8):
             run_once(model, x)
         before = fused_layers(model)
         # Another user of the device, whom no measurement has seen.
