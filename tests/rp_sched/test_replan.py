@@ -337,6 +337,26 @@ def test_a_plan_that_leaves_devices_idle_has_to_be_clearly_faster() -> None:
     assert search.idle_because == "host memory"
 
 
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_a_plan_that_uses_all_devices_is_tried_if_it_is_expected_to_be_about_as_fast(*, is_idle: bool) -> None:
+    costs = [LayerCost(1.5, weight_bytes=4 * 10**8, kept_bytes=10**8)] * 12
+    limits = replace(GPUS, host=replace(HOST, memory_gb_s=60.0, gil_ms_per_gb=3))
+    first = PricedPlan(WHOLE if is_idle else FOUR, costs, mode="fused", microbatches=16, limits=limits)
+    replanner = Replanner(
+        costs, devices=4, microbatches=16, mode="fused", limits=limits, first=first, search_ms=1e4
+    )
+    measure(replanner.estimator, [1.5] * 12)
+    for _ in range(3):
+        assert replanner.priced_plan().plan == first.plan
+        replanner.note(1000.0)
+    tried = replanner.priced_plan()
+    assert tried.plan != first.plan
+    assert tried.idle(4) == 0
+    # The plan that leaves three devices idle promises a little less.
+    whole = PricedPlan(WHOLE, tried.loads.costs, mode="fused", microbatches=16, limits=limits)
+    assert 1 < simulated_ms(tried, 4) / simulated_ms(whole, 4) < 1.05
+
+
 def test_why_devices_are_idle_is_told_of_the_plan_in_use() -> None:
     # A single layer, whose microbatches may not be divided.
     layer = LayerCost(10.0, weight_bytes=10**8, writes_buffers=True)
