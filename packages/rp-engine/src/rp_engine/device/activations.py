@@ -123,7 +123,9 @@ class PacketCopier:
         with self._tracer.waiting(device, "activations", "activations to arrive"):
             device.compute.wait(arrived)
         device.compute.touch(read=arrivals, what="activations")
-        return [self._spread(leaf, packet.strides.get(index)) for index, leaf in enumerate(leaves)]
+        for index, strides in packet.strides.items():
+            leaves[index] = self._spread(leaves[index], strides)
+        return leaves
 
     def _upload(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -135,10 +137,8 @@ class PacketCopier:
         self.carried_bytes += there.nbytes
         return laid_out(there, leaf)
 
-    def _spread(self, leaf: Any, strides: Strides | None) -> Any:
+    def _spread(self, leaf: Any, strides: Strides) -> Any:
         """Give a tensor on the device the gaps in memory with which it was sent, on the compute stream."""
-        if strides is None:
-            return leaf
         spread = strided(leaf, strides)
         self._visiting.append(spread)
         return spread

@@ -43,8 +43,7 @@ class AddressRange:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> AddressRange:
         """Return the address range of a contiguous tensor."""
-        nbytes = tensor.numel() * tensor.element_size()
-        return cls(tensor.data_ptr(), nbytes, tensor.dtype, StorageWeakRef(tensor.untyped_storage()))
+        return cls(tensor.data_ptr(), tensor.nbytes, tensor.dtype, StorageWeakRef(tensor.untyped_storage()))
 
     def overlaps(self, other: AddressRange) -> bool:
         """Return whether both places share a byte."""

@@ -36,12 +36,14 @@ class Kinship:
 
     def __init__(self, holder: Holder) -> None:
         self._holder = holder
-        self._arrived: Mapping[int, Kin] = {}
+        self._arrived: dict[int, Kin] = {}
 
     def arrive(self, leaves: Sequence[Any], kin: Mapping[int, Kin]) -> None:
         """Take over the kin of a packet's leaves, whose memory stays allocated until the next ones arrive."""
-        places = ((memory_of(leaves[index]), each) for index, each in kin.items())
-        self._arrived = {place: each for place, each in places if place is not None}
+        self._arrived = {}
+        for index, each in kin.items():
+            if (place := memory_of(leaves[index])) is not None:
+                self._arrived[place] = each
 
     def of(self, leaves: Sequence[Any]) -> dict[int, Kin]:
         """Return the kin of those leaves that share memory with others, by position."""
@@ -57,5 +59,4 @@ def kin_of(leaves: Sequence[Any], holder: Holder, known: Mapping[int, Kin] | Non
         if place not in by_place:
             held = holder(leaf)
             by_place[place] = Kin(next(_numbers), held) if held is not None or counts[place] > 1 else None
-    found = ((index, by_place[place]) for index, place in enumerate(places))
-    return {index: kin for index, kin in found if kin is not None}
+    return {index: kin for index, place in enumerate(places) if (kin := by_place[place]) is not None}
