@@ -183,7 +183,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
 def _value(value: Any) -> Any:
     if isinstance(value, range):
         return [value.start, value.stop]
-    return [_value(one) for one in value] if isinstance(value, tuple) else value
+    return list(map(_value, cast(tuple[Any, ...], value))) if isinstance(value, tuple) else value
 
 
 def _object(value: Any) -> dict[str, Any]:
