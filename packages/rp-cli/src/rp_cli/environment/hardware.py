@@ -12,13 +12,7 @@ import torch
 from rp_engine import Runtime
 from rp_engine.estimates import Rates, num_cores, probe, readable_bytes
 from rp_trainer.errors import Refused
-from rp_transfer import (
-    BackendUnavailable,
-    HostLimit,
-    MemoryUse,
-    PinningWarning,
-    host_limits,
-)
+from rp_transfer import BackendUnavailable, HostLimit, MemoryUse, PinningWarning, host_limits
 
 from rp_cli.environment.facts import Fact, Section
 

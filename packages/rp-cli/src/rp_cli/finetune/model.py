@@ -10,14 +10,7 @@ from typing import Any, cast
 import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained, pack_frozen, wrap_model_to_roundpipe
 from roundpipe.loading import STORED
-from rp_presets import (
-    DamagedFile,
-    UnsupportedModel,
-    check_checkpoint,
-    check_folder,
-    check_tokenizer,
-    unasked,
-)
+from rp_presets import DamagedFile, UnsupportedModel, check_checkpoint, check_folder, check_tokenizer, unasked
 from rp_trainer.errors import Refused
 from torch import nn
 

@@ -207,12 +207,7 @@ def _described(options: FineTuning, data: Data) -> str:
 
 
 def _train(
-    options: FineTuning,
-    tokenizer: Any,
-    data: Data,
-    runtime: Runtime,
-    processes: Processes,
-    folder: Folder | None,
+    options: FineTuning, tokenizer: Any, data: Data, runtime: Runtime, processes: Processes, folder: Folder | None
 ) -> Outcome:
     count, plan = _planned(options, data, runtime, processes)
     if options.is_small:
