@@ -95,8 +95,10 @@ _Usual = str | Callable[[Reading], str | None] | None
 
 
 def _by_model(usual: _Usual, small: str | None, shown: str = "", *, beside: str = "") -> Default:
-    """Return a default, text or a function of the others; `small`: what suits the small model that comes with the
-    command instead, while the option `beside` has its own default. docs/staleness.md says why so little momentum.
+    """Return a default, and another one for the small model that comes with the command.
+
+    `usual`: a text, or a function of the other options. `small`: what suits that model while the option `beside`
+    has its own default, too; docs/staleness.md says why so little momentum. `shown`: what help says of `usual`.
     """
 
     def text(others: Reading) -> str | None:
