@@ -178,7 +178,8 @@ class _Whole:
         from transformers import AutoModelForCausalLM
 
         maker: Any = AutoModelForCausalLM
-        return maker.from_config(config, **{**given, "trust_remote_code": False})
+        given.pop("trust_remote_code", None)
+        return maker.from_config(config, trust_remote_code=False, **given)
 
     @staticmethod
     def from_pretrained(directory: str, **given: Any) -> nn.Module:
@@ -186,8 +187,8 @@ class _Whole:
         from transformers import AutoModelForCausalLM
 
         loader: Any = AutoModelForCausalLM
-        given |= {"output_loading_info": True, "trust_remote_code": False}
-        model, keys = loader.from_pretrained(directory, **given)
+        given.pop("trust_remote_code", None)
+        model, keys = loader.from_pretrained(directory, output_loading_info=True, trust_remote_code=False, **given)
         missing, unused = (sorted(map(str, keys[name])) for name in ("missing_keys", "unexpected_keys"))
         if missing:
             raise Refused(
