@@ -125,16 +125,20 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("is_first_faster", [False, True])
 def test_the_next_process_begins_with_what_was_settled_for_and_tries_nothing_slower(
-    *, is_first_faster: bool
+    caplog: pytest.LogCaptureFixture, *, is_first_faster: bool
 ) -> None:
     with Runtime("cpu:4") as runtime:
         earlier = Planned(runtime)
         fast = took if is_first_faster else partial(took, whole_ms=1540.0, other_ms=1040.0)
         for _ in range(10):
             earlier.call(fast)
-    with Runtime("cpu:4") as runtime:
+    with Runtime("cpu:4") as runtime, caplog.at_level(logging.INFO, logger="rp_engine.planning.adaptive"):
         later = Planned(runtime)
-        for _ in range(10):
+        later.call(fast)
+        # No other plan was in use before.
+        lines = [record.getMessage().partition("replanned ")[2] for record in caplog.records]
+        assert lines == ([] if is_first_faster else [f"from an earlier process: {later.plans[0]!r}"])
+        for _ in range(9):
             later.call(fast)
     assert (earlier.plans[0] == earlier.plans[-1]) == is_first_faster
     settled, slower = earlier.plans[-1], set(earlier.plans[:-1]) - {earlier.plans[-1]}
@@ -146,7 +150,9 @@ def test_the_next_process_begins_with_what_was_settled_for_and_tries_nothing_slo
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_plan_of_another_process_is_checked_by_memory_and_waits_until_it_fits() -> None:
+def test_a_plan_of_another_process_is_checked_by_memory_and_waits_until_it_fits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with Runtime("cpu:4") as runtime:
         earlier = Planned(runtime)
         for _ in range(10):
@@ -161,12 +167,14 @@ def test_a_plan_of_another_process_is_checked_by_memory_and_waits_until_it_fits(
             return costs, replace(limits, device_memory_bytes=nbytes)
 
         later.planner._problem = tight
-        others = [later.call(took)]
-        later.planner._problem = problem
-        later.planner.footprint.version += 1
-        found = later.call(took)
-    assert earlier.plans[-1] not in others
-    assert found == earlier.plans[-1]
+        with caplog.at_level(logging.INFO, logger="rp_engine.planning.adaptive"):
+            other = later.call(took)
+            later.planner._problem = problem
+            later.planner.footprint.version += 1
+            found = later.call(took)
+    assert found == earlier.plans[-1] != other
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.endswith(f"replanned from an earlier process: {found!r}, was {other!r}")
 
 
 @pytest.mark.usefixtures("cache")

@@ -49,6 +49,8 @@ class PlanInUse:
         self._settled = settled
         self._stored = None if settled is None else settled.load(len(guesses), mode, microbatches)
         self._kept: Settled | None = None
+        # Whether any call has run under a plan.
+        self._has_run = False
         # The plan that was last told to leave devices idle.
         self._told_idle: Plan | None = None
         self._num_drifts = timer.num_drifts
@@ -99,21 +101,22 @@ class PlanInUse:
         if self._timer.num_drifts != self._num_drifts:
             self._num_drifts = self._timer.num_drifts
             self._replanner.restart()
+        begins_with_stored = False
         if self._replanner.decides_next:
             self._stored = None
             if self._is_outdated:
                 self._layers, self._limits, _ = self._first()
                 self._is_outdated = False
         elif self._stored is not None:
-            self._try_stored(self._stored)
+            begins_with_stored = self._try_stored(self._stored)
         priced = self._replanner.priced_plan(self._priced(self._limits), self._layers)
-        if priced.plan != before:
-            self._tell(priced.plan, before, self._replanner.why)
+        self._tell(priced.plan, before, "earlier process" if begins_with_stored else self._replanner.why)
+        self._has_run = True
         self._keep(priced)
         return priced
 
-    def _try_stored(self, stored: Settled) -> None:
-        """Use the plan of the last process from the next call on, if it fits by what is known now."""
+    def _try_stored(self, stored: Settled) -> bool:
+        """Use the plan of the last process from the next call on, if it fits by now; return whether it does."""
         layers, limits = self._problem
         fitting = (
             priced
@@ -124,13 +127,12 @@ class PlanInUse:
                 )
             ).fits
         )
-        if (priced := next(fitting, None)) is not None:
+        priced = next(fitting, None)
+        if priced is not None:
             self._stored = None
-            before = self._replanner.in_use.plan
             self._layers, self._limits = layers, priced.loads.limits
             self._replanner.start_with(priced, slower=stored.slower)
-            if stored.plan != before:
-                self._tell(stored.plan, before, "earlier process")
+        return priced is not None
 
     def _keep(self, priced: PricedPlan) -> None:
         """Tell why devices are idle, and keep the plan for the next process, once it is settled."""
@@ -177,12 +179,14 @@ class PlanInUse:
             self._layers, self._limits, first = self._first()
             self._stored, self._is_outdated = None, False
             self._replanner.restart(first)
-            if first.plan != before:
-                self._tell(first.plan, before, "memory")
+            self._tell(first.plan, before, "memory")
 
     def _tell(self, plan: Plan, before: Plan, why: str) -> None:
-        measured = "a plan of an" if why == "earlier process" else "measured"
-        _LOG.info("%s: replanned from %s %s: %r, was %r", self._timer.what, measured, why, plan, before)
+        if plan == before:
+            return
+        source = "an earlier process" if why == "earlier process" else f"measured {why}"
+        was = f", was {before!r}" if self._has_run else ""
+        _LOG.info("%s: replanned from %s: %r%s", self._timer.what, source, plan, was)
 
 
 def memory_splits(layers: Sequence[LayerCost], limits: Limits) -> Iterator[Limits]:
