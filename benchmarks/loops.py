@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rp_presets import causal_lm_loss
@@ -31,6 +31,7 @@ class Workload:
     optimizer_state: str = "fp32"
     master: str = "whole"
     step_in_backward: bool = False
+    launch: Literal["eager", "graphs"] = "eager"
 
 
 Step = Callable[[Tensor], float]
@@ -64,7 +65,7 @@ def roundpipe_engine(workload: Workload, model: nn.Sequential) -> Engine:
     import roundpipe
 
     runtime = roundpipe.Runtime(workload.devices)
-    config = roundpipe.RoundPipeRunConfig(num_microbatch=workload.microbatches)
+    config = roundpipe.RoundPipeRunConfig(num_microbatch=workload.microbatches, launch=workload.launch)
     names = ("master", "step_in_backward")
     options: dict[str, Any] = {"compile_layers": workload.compile} | {
         name: getattr(workload, name) for name in names

@@ -14,7 +14,8 @@ class Habits:
     `not_drawing`: the drawers (see `rp_engine.device.randomness`) that were last seen to draw from none of the
     process's generators. `sources`: for each drawer that was looked at, the generators of Python and NumPy that it
     draws from. `examined`: how often each layer was examined for what leaves it beside its output, in calls
-    without gradients (False) and with them (True). `writers`: drawers that write their input in place. `looks`:
+    without gradients (False) and with them (True). `writers`: drawers that write their input in place.
+    `drawing_on_device`: drawers that were seen to draw from a device's generator. `looks`:
     how often objects of a class, in what a layer takes or returns, were looked into.
 
     >>> Habits().not_drawing
@@ -25,4 +26,5 @@ class Habits:
     sources: dict[Any, tuple[Any, ...]] = field(default_factory=dict[Any, tuple[Any, ...]])
     examined: Counter[tuple[int, bool]] = field(default_factory=Counter[tuple[int, bool]])
     writers: set[Any] = field(default_factory=set[Any])
+    drawing_on_device: set[Any] = field(default_factory=set[Any])
     looks: Counter[Any] = field(default_factory=Counter[Any])

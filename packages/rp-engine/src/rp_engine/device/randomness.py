@@ -254,14 +254,16 @@ class Randomness:
         if drawer in habits.not_drawing:
             result, on_device, drew = self._beside_others(generator, place, body)
             if not drew:
-                self.drew_on_device.update({place} if on_device else ())
+                if on_device:
+                    self._note_device_draw(place)
                 return result
             del result
             habits.not_drawing.discard(drawer)
         looks = drawer not in habits.sources
         run = self._looked_at if looks else self._alone
         result, on_device, drew = run(generator, place, body)
-        self.drew_on_device.update({place} if on_device else ())
+        if on_device:
+            self._note_device_draw(place)
         if drew or habits.sources[drawer]:
             self.drew.add(place)
         elif drawer not in habits.writers:
@@ -310,6 +312,14 @@ class Randomness:
         if not places:
             return _FREE
         return _GATE.shared() if self.drew.isdisjoint(places) else _GATE.alone()
+
+    def _note_device_draw(self, place: _Place) -> None:
+        self.drew_on_device.add(place)
+        self._habits.drawing_on_device.add(place[0])
+
+    def seed_of(self, drawer: Drawer, microbatch: int) -> int:
+        """The seed of a drawer for a microbatch."""
+        return self._mixed((drawer, microbatch))
 
     def _mixed(self, place: _Place) -> int:
         drawer, microbatch = place

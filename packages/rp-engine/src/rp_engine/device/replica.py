@@ -22,6 +22,7 @@ from rp_packing import Expansions, PackedTwin, PackedWeight, packed_weights
 from rp_engine.device.compiling import Compiler
 from rp_engine.device.entrance import entrance_of
 from rp_engine.device.lazy_hooks import register_lazy_hooks
+from rp_engine.device.memory.graph_store import GraphStore
 from rp_engine.device.parametrizing import cache_by_thread, parametrizes_in_forward
 from rp_engine.device.recompute import prepares
 from rp_engine.errors import in_words
@@ -98,6 +99,7 @@ class Twins:
         # Packed weights by the id of the host's.
         self._packed: dict[int, PackedTwin] = {}
         self._packed_in: dict[int, list[PackedTwin]] = {}
+        self.graphs = GraphStore()
 
     def ensure(self, indices: range) -> None:
         """Build the missing and the spoilt twins of these layers, on the thread that makes the call."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter, sub
@@ -11,6 +11,7 @@ import torch
 from rp_optim.jobs import Outcome, wait_for_all
 from rp_transfer import Event, Ticket
 
+from rp_engine.device.memory.graph_store import FixedBlock
 from rp_engine.device.replica import Twins, attach, detach
 from rp_engine.device.transfers import Delivery, bring, save
 from rp_engine.runtime.lane import Lane
@@ -103,6 +104,8 @@ class Weights:
         # Of the weights whose gradient sums are on the device.
         self.summed_bytes = 0
         self._written: set[Block] = set()
+        # Memory that graphs know by address.
+        self.fixed: Mapping[Block, FixedBlock] = {}
 
     def prefetch(self) -> None:
         """Queue uploads, in order, of the blocks whose turn is open; stop at the first that is not."""
@@ -133,6 +136,7 @@ class Weights:
         """
         for block in layer.blocks:
             if block in self._bound:
+                self._move_to_fixed(block)
                 continue
             memory, arriving = self._arriving[block]
             with self._waiting(block):
@@ -140,11 +144,31 @@ class Weights:
             self._device.compute.touch(
                 read=(memory,), write=(memory,) if block.kind == "buffer" else (), what="weights"
             )
-            self._twins.bind(block, memory)
-            self._bound[block] = memory
-            self._addresses.add(memory.untyped_storage().data_ptr())
+            self._point_at(block, self._in_fixed(block, memory))
             if block.kind == "trainable" and training:
                 self._trained.append(block)
+
+    def _point_at(self, block: Block, memory: torch.Tensor) -> None:
+        self._twins.bind(block, memory)
+        self._bound[block] = memory
+        self._addresses.add(memory.untyped_storage().data_ptr())
+
+    def _in_fixed(self, block: Block, memory: torch.Tensor) -> torch.Tensor:
+        """Copy weights that have arrived to where graphs read them, if any do; return where they are."""
+        fixed = self.fixed.get(block)
+        if fixed is None:
+            return memory
+        self._device.compute.touch(write=(fixed.memory,), what="weights of graphs")
+        fixed.memory.copy_(memory)
+        # What they came in is free again.
+        self._lane.retainer.keep(self._device.compute.record(), memory)
+        self._arriving[block] = (fixed.memory, self._arriving[block][1])
+        return fixed.memory
+
+    def _move_to_fixed(self, block: Block) -> None:
+        fixed, bound = self.fixed.get(block), self._bound[block]
+        if fixed is not None and bound is not fixed.memory:
+            self._point_at(block, self._in_fixed(block, bound))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of a bound block."""
@@ -168,12 +192,25 @@ class Weights:
         return self._tracer.waiting(self._device, "memory", "the gradients before these to leave the device")
 
     def _zeros(self, block: Block) -> _Sums:
-        layout = block.layout
-        memory = self._device.empty((layout.numel,), sum_dtype(layout.dtype), stream=self._device.compute)
+        layout, fixed = block.layout, self.fixed.get(block)
+        if fixed is not None and fixed.sums is not None:
+            memory = fixed.sums
+            self._device.compute.touch(write=(memory,), what="gradients of graphs")
+        else:
+            memory = self._device.empty((layout.numel,), sum_dtype(layout.dtype), stream=self._device.compute)
         memory.zero_()
         # Views with a version counter each, which counts the additions to each gradient.
         views = [view.data for view in layout.views(memory)]
         return _Sums(memory, views, self._twins.tensors(block), [0] * len(views))
+
+    def make_new_sums(self) -> None:
+        """Begin again with sums of zero, to which nothing was added yet."""
+        for block in self._sums:
+            self._sums[block] = self._zeros(block)
+
+    def sums_of(self, blocks: Iterable[Block]) -> list[torch.Tensor]:
+        """The sums of those of some blocks that have any, (numel,) each."""
+        return [self._sums[block].memory for block in blocks if block in self._sums]
 
     @contextmanager
     def adding(self) -> Generator[None]:
@@ -252,9 +289,14 @@ class Weights:
 
     # Gradients
 
-    def note_microbatch(self) -> None:
-        """Count a finished microbatch's additions to each gradient; the next one is expected to add as many."""
+    def note_microbatch(self, uncounted: Collection[Block] = ()) -> None:
+        """Count a finished microbatch's additions to each gradient; the next one is expected to add as many.
+
+        `uncounted`: blocks to which graphs have added, which moves no counter.
+        """
         for block, sums in self._sums.items():
+            if block in uncounted:
+                continue
             block.additions = sums.additions()
             sums.seen = list(map(_version, sums.views))
 
@@ -286,15 +328,26 @@ class Weights:
         for sums in chosen:
             detach(sums.twins, sums.views)
         written = {block: self._written_sums(block) for block in blocks}
+        leaving_memory = {block: self._out_of_fixed(block) for block in blocks}
         # First: if it fails, the turns are still here.
         made = self._device.compute.record()
         leaving = [
-            (block, self._sums.pop(block).memory, written[block], self._gradient_turns.pop(block))
-            for block in blocks
+            (block, leaving_memory[block], written[block], self._gradient_turns.pop(block)) for block in blocks
         ]
+        for block in blocks:
+            del self._sums[block]
         self.summed_bytes -= sum(block.nbytes for block in blocks)
         self._delivered += blocks
         return Delivery(self._lane.outbox, made, leaving, self._times, self._tracer)
+
+    def _out_of_fixed(self, block: Block) -> torch.Tensor:
+        """The memory of a block's sums, or a copy of those that graphs add to: the next task zeroes them."""
+        memory, fixed = self._sums[block].memory, self.fixed.get(block)
+        if fixed is None or memory is not fixed.sums:
+            return memory
+        own = self._device.empty(memory.shape, memory.dtype, stream=self._device.compute)
+        self._device.compute.touch(write=(own,), what="gradients")
+        return own.copy_(memory)
 
     def _written_sums(self, block: Block) -> set[int]:
         """Return which gradients the task has summed; those of frozen parameters become zero, and are none."""

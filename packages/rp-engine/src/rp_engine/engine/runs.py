@@ -164,6 +164,7 @@ class Runs:
             waits=config.merge_output is not False,
             habits=state.habits,
             compares=compares and randomness is not None,
+            launch=config.launch or "eager",
             first_microbatch=0 if numbers is None else numbers.first,
         )
 

@@ -15,7 +15,7 @@ from rp_engine.device.packet import Packet
 from rp_engine.device.randomness import Randomness
 from rp_engine.execution.losses import LossesSeen
 from rp_engine.habits import Habits
-from rp_engine.settings.run_config import Grain
+from rp_engine.settings.run_config import Grain, Launch
 from rp_engine.state.model_state import ModelState
 
 LossFn = Callable[[Any, Any], torch.Tensor | Sequence[torch.Tensor]]
@@ -99,7 +99,7 @@ class Call:
     caller waits until the results are on the host. `first_microbatch`: the number of this machine's first one.
     `habits`: what layers were seen to do when the call was launched. `compares`: whether what layers recompute is
     compared with what forward gave, which `recomputed` tells when the call is over. `aside`: None for a call
-    of the user's.
+    of the user's. `launch`: see `RoundPipeRunConfig`.
     """
 
     name: str
@@ -120,6 +120,7 @@ class Call:
     habits: Habits = field(default_factory=Habits)
     compares: bool = False
     aside: Aside | None = None
+    launch: Launch = "eager"
     recomputed: list[Recomputed] = field(default_factory=list[Recomputed])
     losses_seen: LossesSeen = field(default_factory=LossesSeen)
 

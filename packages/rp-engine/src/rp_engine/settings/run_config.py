@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -11,6 +12,7 @@ import torch
 from rp_engine.settings.execute_plan import ModelExecutePlan
 
 Grain = Literal["stage", "layer"]
+Launch = Literal["eager", "graphs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,9 @@ class RoundPipeRunConfig:
             with an `execute_plan`: number of devices + 1.
         split_input, split_label, merge_output: specs or functions for `rp_batch`; default: inferred.
             ``merge_output=False`` returns the outputs as microbatches on the host, see `RoundPipePackedData`.
+        launch: how a device is told what to compute: ``"eager"``, the default, by Python, operation by operation;
+            ``"graphs"``: the inner microbatches of a task by CUDA graphs where its layers can be captured, see
+            docs/performance.md. Numbers stay those of eager runs.
         execute_plan: a `ModelExecutePlan` or an `rp_sched.Plan`; default: planned automatically.
 
     >>> RoundPipeRunConfig(num_microbatch=8).over(RoundPipeRunConfig(recompute_grain="layer")).num_microbatch
@@ -46,12 +51,14 @@ class RoundPipeRunConfig:
     split_label: Any = None
     merge_output: Any = None
     execute_plan: rp_sched.Plan | ModelExecutePlan | None = None
+    launch: Launch | None = None
 
     def __post_init__(self) -> None:
         for name in ("requires_grad", "preserve_rng_state"):
             _check_type(name, getattr(self, name), bool)
         _check_type("execute_plan", self.execute_plan, rp_sched.Plan, ModelExecutePlan)
-        _check_grain(self.recompute_grain)
+        _check_choice("recompute_grain", self.recompute_grain, get_args(Grain))
+        _check_choice("launch", self.launch, get_args(Launch))
         _check_microbatches(self.num_microbatch)
         if isinstance(self.output_device, str | int):
             object.__setattr__(self, "output_device", torch.device(self.output_device))
@@ -69,9 +76,9 @@ def _check_type(name: str, value: object, *wanted: type) -> None:
         raise TypeError(f"{name} must be {names} or None, but is {value!r} instead")
 
 
-def _check_grain(grain: object) -> None:
-    if grain is not None and grain not in get_args(Grain):
-        raise ValueError(f"recompute_grain must be 'stage' or 'layer', but is {grain!r} instead")
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value is not None and value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, but is {value!r} instead")
 
 
 def _check_microbatches(count: object) -> None:

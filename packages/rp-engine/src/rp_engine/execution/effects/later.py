@@ -51,12 +51,12 @@ class LaterComparison:
         """Note the output of a forward that will be recomputed; `recomputes`: compare a recomputation with it."""
         if not recomputes:
             if self._slots.will_recompute(layer, microbatch):
-                self._slots.keep(Slot("sketch", layer, microbatch), self._send(_sketch(output, self._device)))
+                self._slots.keep(Slot("sketch", layer, microbatch), self._send(sketch(output, self._device)))
             return
         packet = self._slots.fetch(Slot("sketch", layer, microbatch))
         if packet is not None:
             (before,) = self._copier.bring(packet)
-            gap = torch.stack([(_sketch(output, self._device) - before).norm(), before.norm()])
+            gap = torch.stack([(sketch(output, self._device) - before).norm(), before.norm()])
             least = max(_LEAST, min(_ROUNDINGS * torch.finfo(dtype).eps, _MOST))
             self._call.recomputed.append(Recomputed(layer, microbatch, least, self._send(gap)))
 
@@ -76,7 +76,7 @@ def refuse(call: Call, recomputed: Sequence[Recomputed]) -> ImpureLayer | None:
 
 
 @torch.no_grad()
-def _sketch(output: Any, device: torch.device) -> torch.Tensor:
+def sketch(output: Any, device: torch.device) -> torch.Tensor:
     """Projections of the floating-point tensors of an output: (8,) float32."""
     total: Any = torch.zeros(_PROJECTIONS, device=device)
     for leaf in rp_batch.flatten(output)[0]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,7 @@ from rp_sched import Task
 from rp_engine.device.weights import Weights
 from rp_engine.execution.lazy import is_lazy
 from rp_engine.execution.stage.activity import TaskActivity
+from rp_engine.execution.stage.graphs import TaskGraphs
 from rp_engine.execution.stage.layer_runs import LayerRuns
 from rp_engine.execution.stage.workplace import Workplace
 from rp_engine.state.block import Block
@@ -38,6 +39,7 @@ class Backpropagation:
         layers: LayerRuns,
         times: LayerTimes | None,
         activity: TaskActivity,
+        graphs: TaskGraphs,
         *,
         is_part: bool,
     ) -> None:
@@ -50,20 +52,31 @@ class Backpropagation:
         self._layers = layers
         self._times = times
         self._activity = activity
+        self._graphs = graphs
         self._is_part = is_part
 
-    def forward(self, layers: Iterable[int], microbatch: int, tree: Any, *, recomputes: bool) -> Any:
+    def forward(self, layers: range, microbatch: int, tree: Any, *, recomputes: bool) -> Any:
         """Run layers, keeping their graph; return the output of the last one. `recomputes`: recompute them."""
-        for layer in layers:
-            self._weights.bind(self._call.state.layers[layer], training=True)
-            if self._is_part:
-                # Before the layer allocates: a hole that its largest temporaries leave would be split for them.
-                self._weights.make_sums()
-            before = None if self._times is None else self._used_bytes(microbatch)
-            tree = self._layers.run(layer, microbatch, tree, recomputes=recomputes)
-            if self._times is not None and before is not None:
-                self._times.keep(layer, (self._used_bytes(microbatch) or 0) - before)
-            self._mark_backward(layer, microbatch, tree)
+        while layers:
+            replayed = self._graphs.run(layers, microbatch, tree, recomputes=recomputes)
+            if replayed is None:
+                done = 1
+                tree = self._run(layers.start, microbatch, tree, recomputes=recomputes)
+            else:
+                done, tree = replayed
+            self._mark_backward(layers[done - 1], microbatch, tree)
+            layers = layers[done:]
+        return tree
+
+    def _run(self, layer: int, microbatch: int, tree: Any, *, recomputes: bool) -> Any:
+        self._weights.bind(self._call.state.layers[layer], training=True)
+        if self._is_part:
+            # Before the layer allocates: a hole that its largest temporaries leave would be split for them.
+            self._weights.make_sums()
+        before = None if self._times is None else self._used_bytes(microbatch)
+        tree = self._layers.run(layer, microbatch, tree, recomputes=recomputes)
+        if self._times is not None and before is not None:
+            self._times.keep(layer, (self._used_bytes(microbatch) or 0) - before)
         return tree
 
     def _used_bytes(self, microbatch: int) -> int | None:

@@ -12,7 +12,7 @@ from rp_sched import Task, TaskKind
 from rp_transfer import Event
 
 from rp_engine.device.activations import Arrived, Origins, PacketCopier, enter
-from rp_engine.device.packet import is_dense
+from rp_engine.device.packet import Slot, is_dense
 from rp_engine.device.randomness import Drawer
 from rp_engine.device.weights import Weights
 from rp_engine.execution.effects.kinship import Kinship
@@ -20,6 +20,7 @@ from rp_engine.execution.losses import check_losses
 from rp_engine.execution.shortage.slots import TaskSlots
 from rp_engine.execution.stage.activity import TaskActivity
 from rp_engine.execution.stage.backpropagation import Backpropagation
+from rp_engine.execution.stage.graphs import TaskGraphs
 from rp_engine.execution.stage.layer_runs import LayerRuns
 from rp_engine.execution.stage.task_packets import TaskPackets
 from rp_engine.execution.stage.workplace import Workplace
@@ -66,7 +67,9 @@ class Stage:
         kinship = Kinship(lambda tensor: "a parameter or buffer of the model" if weights.holds(tensor) else None)
         self._packets = TaskPackets(place, task, slots, copier, activity, kinship)
         self._layers = LayerRuns(place, task, weights, slots, copier, times, activity, kinship)
-        self._graph = Backpropagation(place, task, weights, self._layers, times, activity, is_part=is_part)
+        is_whole = not is_part and not recomputes
+        self._graphs = graphs = TaskGraphs(place, task, weights, self._layers, times, is_whole=is_whole)
+        self._graph = Backpropagation(place, task, weights, self._layers, times, activity, graphs, is_part=is_part)
 
     def where(self) -> str:
         """Name the last activity in words, for an error's note."""
@@ -119,6 +122,7 @@ class Stage:
         with self._device.computing():
             self._copier.let_go(self._device.compute.record())
             self._weights.withdraw()
+            self._graphs.drop()
 
     def release_after_failure(self) -> None:
         """Release the task's device memory after the work already queued there. For a run that has failed."""
@@ -139,7 +143,7 @@ class Stage:
             self.next_microbatch = microbatch + 1
 
     def _end_of_microbatch(self) -> None:
-        self._weights.note_microbatch()
+        self._weights.note_microbatch(self._graphs.take_added())
         self._end_of_part()
         if not self._is_part:
             self._lane.prefetch_next()
@@ -158,20 +162,38 @@ class Stage:
     # Forward: each layer's graph is dropped at once; it only shows which results require grad.
 
     def _forward(self, microbatch: int) -> None:
-        arrived, origins = self._packets.inputs(self._task.layers.start, microbatch)
-        for layer in self._task.layers:
-            self._weights.bind(self._call.state.layers[layer], training=False)
+        layers = self._task.layers
+        arrived, origins = self._packets.inputs(layers.start, microbatch)
+        while layers:
+            layer = layers.start
             if self._layers.is_for_loss(layer):
+                self._weights.bind(self._call.state.layers[layer], training=False)
                 self._end_with_loss(layer, microbatch, arrived.tree())
                 return
-            # No name for the output: it would keep the graph while the next layer runs.
-            arrived = _cut(
-                self._layers.run(layer, microbatch, arrived.tree(), recomputes=self._recomputes), origins
+            replayed = self._graphs.run(
+                self._to_boundary(layers, microbatch), microbatch, arrived.tree(), recomputes=self._recomputes
             )
-            self._packets.put_activations(layer + 1, microbatch, arrived, origins)
-            if layer + 1 < self._task.layers.stop and self._copier.carried_bytes >= _LARGE_BYTES:
+            # No other name for an output: it would keep the graph while the next layer runs.
+            if replayed is None:
+                done, arrived = 1, _cut(self._run(layer, microbatch, arrived.tree()), origins)
+            else:
+                done, arrived = replayed[0], _cut(replayed[1], origins)
+            layers = layers[done:]
+            self._packets.put_activations(layers.start, microbatch, arrived, origins)
+            if layers and self._copier.carried_bytes >= _LARGE_BYTES:
                 # No release of the stage's inputs: a layer may pass them through to the next one.
                 self._pace(self._device.compute.record())
+
+    def _run(self, layer: int, microbatch: int, tree: Any) -> Any:
+        self._weights.bind(self._call.state.layers[layer], training=False)
+        return self._layers.run(layer, microbatch, tree, recomputes=self._recomputes)
+
+    def _to_boundary(self, layers: range, microbatch: int) -> range:
+        """The first of some layers, up to where another task takes activations."""
+        stop = layers.start + 1
+        while stop < layers.stop and not self._exchange.is_expected(Slot("input", stop, microbatch)):
+            stop += 1
+        return range(layers.start, stop)
 
     def _end_with_loss(self, layer: int, microbatch: int, tree: Any) -> None:
         output = self._layers.run(layer, microbatch, tree, recomputes=self._recomputes)

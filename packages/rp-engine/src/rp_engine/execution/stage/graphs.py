@@ -1,0 +1,354 @@
+"""Which layers of a task graphs launch: captured when a shape comes again, tried a call later, then replayed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import rp_batch
+import torch
+from rp_sched import Task
+from rp_transfer import GraphPool, NotCapturable, is_out_of_memory
+
+from rp_engine.device.activations import enter
+from rp_engine.device.memory.graph_store import Entry, FixedBlock
+from rp_engine.device.randomness import Drawer
+from rp_engine.device.replica import has_hooks
+from rp_engine.device.weights import Weights
+from rp_engine.execution.effects.attributes import Attributes, ModuleCopy, attributes_of
+from rp_engine.execution.effects.later import sketch
+from rp_engine.execution.lazy import is_lazy
+from rp_engine.execution.stage.layer_runs import LayerRuns
+from rp_engine.execution.stage.span import Span, SpanWork, tensors_of
+from rp_engine.execution.stage.workplace import Workplace
+from rp_engine.state.block import Block
+from rp_engine.state.gradient import sum_dtype
+from rp_engine.telemetry.layer_times import LayerTimes
+
+_LOG = logging.getLogger(__name__)
+# A task's first microbatch runs as its weights arrive, its last one as its gradients leave: graphs do neither.
+_LEAST_MICROBATCHES = 3
+# The greatest difference, as a part of the norm, between a replay and a run by Python that roundings explain.
+_ROUNDINGS, _LEAST, _MOST = 16, 1e-3, 0.25
+_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class TaskGraphs:
+    """Replays layers of one task in its inner microbatches, where they have graphs; the others run as they are.
+
+    In a task's first microbatch graphs are captured, or tried: a replay and a run by Python, from the same inputs
+    and seeds, must give the same outputs and gradients.
+    """
+
+    def __init__(
+        self,
+        place: Workplace,
+        task: Task,
+        weights: Weights,
+        layers: LayerRuns,
+        times: LayerTimes | None,
+        *,
+        is_whole: bool,
+    ) -> None:
+        self._place = place
+        self._call = call = place.call
+        self._device = place.lane.device
+        self._twins = place.twins
+        self._store = place.twins.graphs
+        self._task = task
+        self._weights = weights
+        self._layers = layers
+        self._call_number = call.state.num_runs
+        # Tasks that add gradients run layers with a graph of autograd.
+        self._trains = task.adds_gradients
+        self._last = task.microbatches[-1] if self._trains else None
+        self._graphable: dict[int, bool] = {}
+        self._num_spans = 0
+        # The first layer beyond those that graphs are there for, or to be.
+        self._prepared = 0
+        self._added: set[Block] = set()
+        self._is_used = (
+            call.launch == "graphs"
+            and is_whole
+            and times is None
+            and call.grain == "stage"
+            and call.aside is None
+            and place.backend.abilities.captures_graphs
+            and len(task.microbatches) >= _LEAST_MICROBATCHES
+            and not any(setting.enabled for setting in call.autocast)
+        )
+        if self._is_used:
+            weights.fixed = self._store.fixed
+
+    def run(self, layers: range, microbatch: int, tree: Any, *, recomputes: bool) -> tuple[int, Any] | None:
+        """Replay the first of these layers, if graphs launch them; return how many, and the output of the last.
+
+        `recomputes`: a replay recomputes what forward has run.
+        """
+        if not self._is_used or microbatch == self._last:
+            return None
+        span = self._span(layers)
+        if not span:
+            return None
+        if microbatch == self._task.microbatches.start:
+            if span.start >= self._prepared and self._prepare(span, microbatch, tree, recomputes=recomputes):
+                self._prepared = span.stop
+            return None
+        leaves, treedef = rp_batch.flatten(tree)
+        entry = self._store.entries.get(self._key(span, leaves, treedef))
+        if entry is None or entry.span is None or not entry.is_tried:
+            return None
+        return len(span), self._replay(entry.span, microbatch, leaves)
+
+    def take_added(self) -> set[Block]:
+        """The blocks to whose gradients graphs have added since this was asked last."""
+        added, self._added = self._added, set()
+        return added
+
+    def drop(self) -> None:
+        """Free all graphs of the model on this device: its memory is short."""
+        if self._is_used:
+            self._is_used = False
+            self._store.drop("device memory ran out")
+
+    def _replay(self, span: Span, microbatch: int, leaves: Sequence[Any]) -> Any:
+        drawers = [Drawer("layer", layer) for layer in span.work.drawing]
+        randomness = self._call.randomness
+        seeds = [] if randomness is None else [randomness.seed_of(drawer, microbatch) for drawer in drawers]
+        if randomness is not None:
+            # Another task may recompute them by Python.
+            randomness.drew_on_device.update((drawer, microbatch) for drawer in drawers)
+        if span.work.trains:
+            self._added.update(self._blocks(span.work.layers))
+        return span.replay(leaves, seeds)
+
+    # Which layers
+
+    def _span(self, layers: range) -> range:
+        """The first layers of a range that graphs may launch."""
+        stop = layers.start
+        while stop < layers.stop and self._may_capture(stop):
+            stop += 1
+        return range(layers.start, stop)
+
+    def _may_capture(self, layer: int) -> bool:
+        if layer not in self._graphable:
+            self._graphable[layer] = self._asks_nothing(layer)
+        return self._graphable[layer]
+
+    def _asks_nothing(self, layer: int) -> bool:
+        """Whether a layer's forward is all that there is to a run of it, by what was seen of it."""
+        habits, drawer, state = self._call.habits, Drawer("layer", layer), self._call.state.layers[layer]
+        return (
+            layer not in self._store.refused
+            and drawer in habits.not_drawing
+            and drawer not in habits.writers
+            and not state.has_buffers
+            and not self._layers.is_for_loss(layer)
+            and not self._twins.prepares(layer)
+            and not self._twins.is_packed(layer)
+            and not any(has_hooks(module) for module in state.module.modules())
+        )
+
+    def _blocks(self, layers: range) -> list[Block]:
+        return [block for layer in layers for block in self._call.state.layers[layer].blocks]
+
+    def _key(self, layers: range, leaves: Sequence[Any], treedef: Any) -> Hashable:
+        modules = self._modules(layers)
+        flags = self._call.flags[layers.start : layers.stop]
+        return layers, self._trains, flags, tuple(map(id, modules)), treedef, tuple(map(_signature, leaves))
+
+    def _modules(self, layers: range) -> tuple[torch.nn.Module, ...]:
+        return tuple(self._twins.module(layer, self._call.flags[layer]) for layer in layers)
+
+    # Before they are used
+
+    def _prepare(self, layers: range, microbatch: int, tree: Any, *, recomputes: bool) -> bool:
+        """Capture or try the graphs of some layers, if that is due; return whether they may be used some day."""
+        leaves, treedef = rp_batch.flatten(tree)
+        place, self._num_spans = self._num_spans, self._num_spans + 1
+        key = self._key(layers, leaves, treedef)
+        entry = self._store.entries.setdefault(key, Entry(self._modules(layers)))
+        if entry.last_call != self._call_number:
+            entry.num_seen += 1
+        entry.last_call = self._call_number
+        if entry.reason is None and entry.num_seen > 1:
+            self._bring_on(entry, layers, place, microbatch, leaves, treedef, recomputes=recomputes)
+        return entry.reason is None
+
+    def _bring_on(
+        self,
+        entry: Entry,
+        layers: range,
+        place: int,
+        microbatch: int,
+        leaves: Sequence[Any],
+        treedef: Any,
+        *,
+        recomputes: bool,
+    ) -> None:
+        try:
+            if entry.span is None:
+                self._store.drop_unused(self._call_number)
+                entry.span = self._captured(layers, place, leaves, treedef)
+                entry.is_tried = False
+            elif not entry.is_tried or self._call.compares:
+                self._try(entry.span, microbatch, leaves, treedef, recomputes=recomputes)
+                entry.is_tried = True
+        except NotCapturable as error:
+            self._refuse(entry, layers, str(error))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._store.drop("device memory ran out")
+            self._device.release_unused()
+
+    def _refuse(self, entry: Entry, layers: range, reason: str) -> None:
+        if entry.span is not None:
+            entry.span.close()
+        entry.span, entry.reason = None, reason
+        if reason not in self._store.told:
+            self._store.told.add(reason)
+            what = f"layers {layers.start} to {layers.stop - 1}" if len(layers) > 1 else f"layer {layers.start}"
+            _LOG.info("model %r: %s run without graphs: %s", self._call.name, what, reason)
+
+    def _captured(self, layers: range, place: int, leaves: Sequence[Any], treedef: Any) -> Span:
+        if any(is_lazy(leaf) or not isinstance(leaf, (torch.Tensor, *_VALUES)) for leaf in leaves):
+            raise NotCapturable("their inputs hold objects beside tensors and plain values")
+        self._fix(layers)
+        before = self._attributes(layers)
+        work = SpanWork(layers, self._plain, self._drawing(layers), self._trains, self._weights.adding)
+        try:
+            span = Span(self._device, self._pool(place), work, leaves, treedef)
+        finally:
+            # What was added and counted while it was captured is no gradient.
+            self._weights.make_new_sums()
+        if self._attributes(layers) != before:
+            span.close()
+            raise NotCapturable("they change plain attributes, which a replay does not")
+        return span
+
+    def _plain(self, layer: int, tree: Any) -> Any:
+        call: tuple[tuple[Any, ...], dict[str, Any]] = tree if layer == 0 else ((tree,), {})
+        args, kwargs = call
+        try:
+            return self._twins.module(layer, self._call.flags[layer])(*args, **kwargs)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                # From the next call on those beside it are captured without it.
+                self._store.refused.add(layer)
+            raise
+
+    def _drawing(self, layers: range) -> tuple[int, ...]:
+        drawing = self._call.habits.drawing_on_device
+        return tuple(layer for layer in layers if Drawer("layer", layer) in drawing)
+
+    def _attributes(self, layers: range) -> Attributes:
+        return attributes_of([ModuleCopy(*part) for layer in layers for part in self._twins.parts(layer)])
+
+    def _pool(self, place: int) -> GraphPool:
+        while len(self._store.pools) <= place:
+            self._store.pools.append(self._device.graph_pool())
+        return self._store.pools[place]
+
+    # Memory whose addresses stay
+
+    def _fix(self, layers: range) -> None:
+        """Wait for the weights of these layers, and have them where graphs read them."""
+        fixed = self._store.fixed
+        new = [block for block in dict.fromkeys(self._blocks(layers)) if block not in fixed]
+        self._check_room(sum(self._fixed_bytes(block) for block in new))
+        for block in new:
+            fixed[block] = self._fixed(block)
+        for layer in layers:
+            self._weights.bind(self._call.state.layers[layer], training=self._trains)
+        if self._trains:
+            # Now: a graph must not zero them.
+            self._weights.make_sums()
+
+    def _fixed(self, block: Block) -> FixedBlock:
+        numel, dtype, stream = (block.layout.numel,), block.layout.dtype, self._device.compute
+        adds = block.kind == "trainable" and self._trains
+        memory = self._device.empty(numel, dtype, stream=stream)
+        return FixedBlock(memory, self._device.empty(numel, sum_dtype(dtype), stream=stream) if adds else None)
+
+    def _fixed_bytes(self, block: Block) -> int:
+        dtype = block.layout.dtype
+        adds = block.kind == "trainable" and self._trains
+        return block.layout.numel * (dtype.itemsize + (sum_dtype(dtype).itemsize if adds else 0))
+
+    def _check_room(self, nbytes: int) -> None:
+        """Refuse graphs where they would leave less than the greatest need so far."""
+        now = self._device.memory()
+        room = self._device.obtainable_bytes() - now.used_bytes - self._call.spare_bytes
+        # A pool holds about what a run takes beside weights.
+        pool_bytes = max(now.peak_bytes - now.used_bytes, 0)
+        if room < nbytes + 2 * pool_bytes:
+            raise NotCapturable(f"{nbytes + 2 * pool_bytes} bytes of device memory are not free, but {room}")
+
+    # The trial
+
+    def _try(self, span: Span, microbatch: int, leaves: Sequence[Any], treedef: Any, *, recomputes: bool) -> None:
+        layers = span.work.layers
+        self._fix(layers)
+        grads = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
+        plain = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+        def by_python(given: list[Any]) -> Any:
+            tree = rp_batch.unflatten(treedef, given)
+            for layer in layers:
+                tree = self._layers.run(layer, microbatch, tree, recomputes=recomputes)
+            return tree
+
+        before = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in plain]
+        found, sums = self._traces(span, *enter(before, grads), by_python)
+        again, more = self._traces(span, *enter(plain, grads), partial(self._replay, span, microbatch))
+        if self._trains:
+            self._weights.make_new_sums()
+        # The replay has added to the same sums.
+        again += [both - one for one, both in zip(sums, more, strict=True)]
+        self._compare([*found, *sums], again, self._eps(layers, leaves))
+
+    def _compare(self, found: Sequence[torch.Tensor], again: Sequence[torch.Tensor], eps: float) -> None:
+        least = min(max(_LEAST, _ROUNDINGS * eps), _MOST)
+        for one, other in zip(found, again, strict=True):
+            gap, size = _norm(one - other), _norm(one)
+            if gap > least * size:
+                part = gap / size if size else gap
+                raise NotCapturable(f"a replay differs from a run by Python by {part:.2g} of its norm")
+
+    def _traces(
+        self, span: Span, given: list[Any], grad_leaves: list[Any], run: Callable[[list[Any]], Any]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Sketches of the outputs and of the inputs' gradients, and of the sums with those of the weights.
+
+        The incoming gradients are the outputs themselves.
+        """
+        output = run(given)
+        device = self._device.torch_device
+        tensors = tensors_of(rp_batch.flatten(output)[0])
+        found = [sketch(tensors, device)]
+        if not self._trains:
+            return found, []
+        ends = [one for one in tensors if one.requires_grad and not any(one is leaf for leaf in given)]
+        with self._weights.adding():
+            torch.autograd.backward(ends, [end.detach().clone() for end in ends])
+        found.append(sketch([leaf.grad for leaf in grad_leaves if leaf is not None], device))
+        return found, [sketch([sums], device) for sums in self._weights.sums_of(self._blocks(span.work.layers))]
+
+    def _eps(self, layers: range, leaves: Sequence[Any]) -> float:
+        dtypes = {leaf.dtype for leaf in tensors_of(leaves)}
+        dtypes |= {block.layout.dtype for block in self._blocks(layers)}
+        return max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
+
+
+def _norm(values: torch.Tensor) -> float:
+    return float(values.square().sum().sqrt())
+
+
+def _signature(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype, tuple(leaf.shape), tuple(leaf.stride()), leaf.requires_grad
+    return (type(leaf).__qualname__, leaf if isinstance(leaf, _VALUES) else None)
