@@ -29,7 +29,7 @@ class FixedBlock:
 class Entry:
     """What became of some layers with inputs of one signature.
 
-    `span`: their graphs, if they were captured. `reason`: why they run without, in words. `num_seen`: in how many
+    `span`: their graphs, if they were captured. `reason`: why they run without, in words; `is_short`: memory is. `num_seen`: in how many
     calls they came; `last_call`: in which one last. `modules`: those that were captured.
     """
 
@@ -37,6 +37,7 @@ class Entry:
     span: Any = None
     is_tried: bool = False
     reason: str | None = None
+    is_short: bool = False
     num_seen: int = 0
     last_call: int = 0
 

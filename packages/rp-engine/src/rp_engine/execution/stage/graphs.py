@@ -35,6 +35,10 @@ _ROUNDINGS, _LEAST, _MOST = 16, 1e-3, 0.25
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
+class NoRoom(NotCapturable):
+    """Device memory is too short for graphs."""
+
+
 class TaskGraphs:
     """Replays layers of one task in its inner microbatches, where they have graphs; the others run as they are.
 
@@ -166,7 +170,7 @@ class TaskGraphs:
     # Before they are used
 
     def _prepare(self, layers: range, microbatch: int, tree: Any, *, recomputes: bool) -> bool:
-        """Capture or try the graphs of some layers, if that is due; return whether they may be used some day."""
+        """Capture or try the graphs of some layers, if that is due; return whether layers after the first need not be."""
         leaves, treedef = rp_batch.flatten(tree)
         place, self._num_spans = self._num_spans, self._num_spans + 1
         key = self._key(layers, leaves, treedef)
@@ -176,7 +180,7 @@ class TaskGraphs:
         entry.last_call = self._call_number
         if entry.reason is None and entry.num_seen > 1:
             self._bring_on(entry, layers, place, microbatch, leaves, treedef, recomputes=recomputes)
-        return entry.reason is None
+        return entry.reason is None or entry.is_short
 
     def _bring_on(
         self,
@@ -198,6 +202,7 @@ class TaskGraphs:
                 self._try(entry.span, microbatch, leaves, treedef, recomputes=recomputes)
                 entry.is_tried = True
         except NotCapturable as error:
+            entry.is_short = isinstance(error, NoRoom)
             self._refuse(entry, layers, str(error))
         except Exception as error:
             if not is_out_of_memory(error):
@@ -257,11 +262,10 @@ class TaskGraphs:
 
     def _fix(self, layers: range) -> None:
         """Wait for the weights of these layers, and have them where graphs read them."""
-        fixed = self._store.fixed
-        new = [block for block in dict.fromkeys(self._blocks(layers)) if block not in fixed]
-        self._check_room(sum(self._fixed_bytes(block) for block in new))
-        for block in new:
-            fixed[block] = self._fixed(block)
+        blocks = list(dict.fromkeys(self._blocks(layers)))
+        self._check_room(sum(self._missing_bytes(block) for block in blocks))
+        for block in blocks:
+            self._store.fixed[block] = self._fixed(block)
         for layer in layers:
             self._weights.bind(self._call.state.layers[layer], training=self._trains)
         if self._trains:
@@ -269,24 +273,30 @@ class TaskGraphs:
             self._weights.make_sums()
 
     def _fixed(self, block: Block) -> FixedBlock:
-        numel, dtype, stream = (block.layout.numel,), block.layout.dtype, self._device.compute
-        adds = block.kind == "trainable" and self._trains
-        memory = self._device.empty(numel, dtype, stream=stream)
-        return FixedBlock(memory, self._device.empty(numel, sum_dtype(dtype), stream=stream) if adds else None)
+        before, numel, dtype = self._store.fixed.get(block), (block.layout.numel,), block.layout.dtype
+        stream = self._device.compute
+        memory = self._device.empty(numel, dtype, stream=stream) if before is None else before.memory
+        sums = None if before is None else before.sums
+        if sums is None and self._adds_to(block):
+            sums = self._device.empty(numel, sum_dtype(dtype), stream=stream)
+        return FixedBlock(memory, sums)
 
-    def _fixed_bytes(self, block: Block) -> int:
+    def _adds_to(self, block: Block) -> bool:
+        return self._trains and block.kind == "trainable"
+
+    def _missing_bytes(self, block: Block) -> int:
         dtype = block.layout.dtype
-        adds = block.kind == "trainable" and self._trains
-        return block.layout.numel * (dtype.itemsize + (sum_dtype(dtype).itemsize if adds else 0))
+        nbytes = block.layout.numel * (dtype.itemsize + (sum_dtype(dtype).itemsize if self._adds_to(block) else 0))
+        before = self._store.fixed.get(block)
+        return nbytes if before is None else max(nbytes - before.nbytes, 0)
 
     def _check_room(self, nbytes: int) -> None:
-        """Refuse graphs where they would leave less than the greatest need so far."""
+        """Refuse graphs where memory is short: their pool holds about what a run takes beside weights."""
         now = self._device.memory()
-        room = self._device.obtainable_bytes() - now.used_bytes - self._call.spare_bytes
-        # A pool holds about what a run takes beside weights.
-        pool_bytes = max(now.peak_bytes - now.used_bytes, 0)
-        if room < nbytes + 2 * pool_bytes:
-            raise NotCapturable(f"{nbytes + 2 * pool_bytes} bytes of device memory are not free, but {room}")
+        room = self._device.obtainable_bytes() - now.used_bytes
+        needed = nbytes + max(now.peak_bytes - now.used_bytes, 0)
+        if room < needed:
+            raise NoRoom(f"{needed / 1e9:.1f} GB of device memory are not free, but {room / 1e9:.1f}")
 
     # The trial
 
