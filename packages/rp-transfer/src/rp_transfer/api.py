@@ -271,6 +271,7 @@ class Device(Protocol):
         Nothing of it has run then: what the body wrote is as before, and what it returned has no values. Memory
         from before that it uses must be there, with other contents, in each replay: parameters, inputs, sums. Its
         graph of autograd is Python's alone, so backward belongs into the body, or into one captured later.
+        A body has run before, as it is: libraries open what they need in first calls, which no capture allows.
         `num_draws`: how many places it draws at, see `Capture.drawing`. Meanwhile other threads may use all of the
         device but `compute`.
 

@@ -100,20 +100,23 @@ def capture(
             result = body(run)
         except BaseException as error:
             # What broke the capture is told by the body's error.
-            _end(native)
+            _end(native, pool)
             if not isinstance(error, Exception) or is_out_of_memory(error):
                 raise
             raise NotCapturable(_words(error)) from error
-        broken = _end(native)
+        broken = _end(native, pool)
     if broken is not None:
         raise NotCapturable(_words(broken)) from broken
     return result, CudaGraph(native, run.states, run.other)
 
 
-def _end(native: torch.cuda.CUDAGraph) -> Exception | None:
+def _end(native: torch.cuda.CUDAGraph, pool: CudaGraphPool) -> Exception | None:
     try:
         native.capture_end()
     except RuntimeError as error:
+        # A capture that broke leaves the allocator as it was during the capture.
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool.handle)  # pyright: ignore
+        torch._C._cuda_releasePool(torch.cuda.current_device(), pool.handle)  # pyright: ignore
         return error
     return None
 
