@@ -22,6 +22,16 @@ class CudaGraphPool:
 
     def __init__(self) -> None:
         self.handle: Any = torch.cuda.graph_pool_handle()
+        self._anchor: torch.cuda.CUDAGraph | None = None
+
+    def hold(self) -> None:
+        """Keep the pool while this object lives: torch fails where a pool is used again that lost its last graph."""
+        if self._anchor is None:
+            anchor = torch.cuda.CUDAGraph()
+            anchor.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+            torch.zeros(1, device="cuda")
+            anchor.capture_end()
+            self._anchor = anchor
 
     @property
     def nbytes(self) -> int:
@@ -95,6 +105,7 @@ def capture(
         native.register_generator_state(state)
     # Backward runs on autograd's thread, and other threads go on with other streams.
     with _no_collections(), _state_of(generator, run.other):
+        pool.hold()
         native.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
         try:
             result = body(run)

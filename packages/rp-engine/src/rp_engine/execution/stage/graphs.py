@@ -170,7 +170,7 @@ class TaskGraphs:
     # Before they are used
 
     def _prepare(self, layers: range, microbatch: int, tree: Any, *, recomputes: bool) -> bool:
-        """Capture or try the graphs of some layers, if that is due; return whether layers after the first need not be."""
+        """Capture or try graphs of some layers, if that is due; return whether those after the first need none."""
         leaves, treedef = rp_batch.flatten(tree)
         place, self._num_spans = self._num_spans, self._num_spans + 1
         key = self._key(layers, leaves, treedef)
