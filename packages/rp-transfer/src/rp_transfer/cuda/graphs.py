@@ -21,22 +21,33 @@ class CudaGraphPool:
     """Device memory that graphs share. See `rp_transfer.api.GraphPool`."""
 
     def __init__(self) -> None:
-        self.handle: Any = torch.cuda.graph_pool_handle()
-        self._anchor: torch.cuda.CUDAGraph | None = None
+        self._anchors: list[tuple[Any, torch.cuda.CUDAGraph]] = []
+        self.handle: Any = None
 
     def hold(self) -> None:
-        """Keep the pool while this object lives: torch fails where a pool is used again that lost its last graph."""
-        if self._anchor is None:
-            anchor = torch.cuda.CUDAGraph()
+        """Have a pool, and keep it: torch fails where one is used again that has lost its last graph."""
+        if self.handle is None:
+            self.handle, anchor = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
             anchor.capture_begin(pool=self.handle, capture_error_mode="thread_local")
             torch.zeros(1, device="cuda")
             anchor.capture_end()
-            self._anchor = anchor
+            self._anchors.append((self.handle, anchor))
+
+    def give_up(self) -> None:
+        """After a capture that broke: stop the allocator from serving it, and take another pool for the next one.
+
+        To torch's allocator of pinned memory the broken capture goes on, so it refuses the same pool.
+        """
+        device = torch.cuda.current_device()
+        torch._C._cuda_endAllocateToPool(device, self.handle)  # pyright: ignore
+        torch._C._cuda_releasePool(device, self.handle)  # pyright: ignore
+        self.handle = None
 
     @property
     def nbytes(self) -> int:
         """The bytes that the pool has taken from the GPU."""
-        return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self.handle))
+        segments = [segment for handle, _ in self._anchors for segment in torch.cuda.memory_snapshot(handle)]
+        return sum(segment["total_size"] for segment in segments)
 
 
 class CudaGraph:
@@ -125,9 +136,7 @@ def _end(native: torch.cuda.CUDAGraph, pool: CudaGraphPool) -> Exception | None:
     try:
         native.capture_end()
     except RuntimeError as error:
-        # A capture that broke leaves the allocator as it was during the capture.
-        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool.handle)  # pyright: ignore
-        torch._C._cuda_releasePool(torch.cuda.current_device(), pool.handle)  # pyright: ignore
+        pool.give_up()
         return error
     return None
 
