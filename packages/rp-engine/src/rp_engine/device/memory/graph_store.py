@@ -29,8 +29,8 @@ class FixedBlock:
 class Entry:
     """What became of some layers with inputs of one signature.
 
-    `span`: their graphs, if they were captured. `reason`: why they run without, in words; `is_short`: memory is. `num_seen`: in how many
-    calls they came; `last_call`: in which one last. `modules`: those that were captured.
+    `span`: their graphs, if they were captured. `reason`: why they run without, in words; `is_short`: since memory
+    is. `num_seen`: in how many calls they came; `last_call`: in which one last. `modules`: what was captured.
     """
 
     modules: tuple[torch.nn.Module, ...]
