@@ -15,7 +15,8 @@ class Habits:
     process's generators. `sources`: for each drawer that was looked at, the generators of Python and NumPy that it
     draws from. `examined`: how often each layer was examined for what leaves it beside its output, in calls
     without gradients (False) and with them (True). `writers`: drawers that write their input in place.
-    `drawing_on_device`: drawers that were seen to draw from a device's generator. `looks`:
+    `drawing_on_device`: drawers that were seen to draw from a device's generator. `told`: why layers run
+    without graphs, as it was logged. `looks`:
     how often objects of a class, in what a layer takes or returns, were looked into.
 
     >>> Habits().not_drawing
@@ -27,4 +28,5 @@ class Habits:
     examined: Counter[tuple[int, bool]] = field(default_factory=Counter[tuple[int, bool]])
     writers: set[Any] = field(default_factory=set[Any])
     drawing_on_device: set[Any] = field(default_factory=set[Any])
+    told: set[str] = field(default_factory=set[str])
     looks: Counter[Any] = field(default_factory=Counter[Any])

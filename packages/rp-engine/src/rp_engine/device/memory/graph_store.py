@@ -47,21 +47,22 @@ class GraphStore:
     """All entries, by signature.
 
     `fixed`: by block. `pools`: one for each place of a span in its task: tasks of a device never run at once.
-    `refused`: layers whose forward cannot be captured. `told`: reasons that were logged.
+    `refused`: layers whose forward cannot be captured. `is_off`: memory ran out, so there are none any more.
     """
 
     entries: dict[Hashable, Entry] = field(default_factory=dict[Hashable, Entry])
     fixed: dict[Block, FixedBlock] = field(default_factory=dict[Block, FixedBlock])
     pools: list[GraphPool] = field(default_factory=list[GraphPool])
     refused: set[int] = field(default_factory=set[int])
-    told: set[str] = field(default_factory=set[str])
+    is_off: bool = False
 
-    def drop(self, reason: str) -> None:
-        """Free all graphs and their memory; layers that had some run without, for this reason."""
+    def drop(self) -> None:
+        """Free all graphs and their memory, for good: there is too little of it."""
+        self.is_off = True
         for entry in self.entries.values():
             if entry.span is not None:
                 entry.span.close()
-            entry.span, entry.reason = None, reason
+        self.entries.clear()
         self.fixed.clear()
         self.pools.clear()
 

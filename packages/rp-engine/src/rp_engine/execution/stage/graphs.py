@@ -75,6 +75,7 @@ class TaskGraphs:
         self._added: set[Block] = set()
         self._is_used = (
             call.launch == "graphs"
+            and not self._store.is_off
             and is_whole
             and times is None
             and call.grain == "stage"
@@ -115,7 +116,8 @@ class TaskGraphs:
         """Free all graphs of the model on this device: its memory is short."""
         if self._is_used:
             self._is_used = False
-            self._store.drop("device memory ran out")
+            self._store.drop()
+            _LOG.info("model %r: layers run without graphs from now on: device memory ran out", self._call.name)
 
     def _replay(self, span: Span, microbatch: int, leaves: Sequence[Any]) -> Any:
         drawers = [Drawer("layer", layer) for layer in span.work.drawing]
@@ -207,15 +209,16 @@ class TaskGraphs:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self._store.drop("device memory ran out")
+            self.drop()
             self._device.release_unused()
 
     def _refuse(self, entry: Entry, layers: range, reason: str) -> None:
         if entry.span is not None:
             entry.span.close()
         entry.span, entry.reason = None, reason
-        if reason not in self._store.told:
-            self._store.told.add(reason)
+        told = self._call.habits.told
+        if reason not in told:
+            told.add(reason)
             what = f"layers {layers.start} to {layers.stop - 1}" if len(layers) > 1 else f"layer {layers.start}"
             _LOG.info("model %r: %s run without graphs: %s", self._call.name, what, reason)
 
@@ -313,10 +316,12 @@ class TaskGraphs:
             return tree
 
         before = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in plain]
-        found, sums = self._traces(span, *enter(before, grads), by_python)
-        again, more = self._traces(span, *enter(plain, grads), partial(self._replay, span, microbatch))
-        if self._trains:
+        try:
+            found, sums = self._traces(span, *enter(before, grads), by_python)
+            again, more = self._traces(span, *enter(plain, grads), partial(self._replay, span, microbatch))
+        finally:
             self._weights.make_new_sums()
+            self._added.clear()
         # The replay has added to the same sums.
         again += [both - one for one, both in zip(sums, more, strict=True)]
         self._compare([*found, *sums], again, self._eps(layers, leaves))

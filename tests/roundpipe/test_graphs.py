@@ -1,0 +1,254 @@
+"""`launch="graphs"`: the inner microbatches of tasks are replays, with the bits of runs by Python."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
+from roundpipe.optim import AdamW
+from rp_engine.execution.stage.span import Span
+from rp_sched import Plan
+from rp_transfer.cpu.backend import CpuDevice
+from torch import nn
+from torch.nn import functional
+
+LAYERS, MICROBATCHES = 6, 5
+PLANS = {
+    "all fused": Plan(fused=range(LAYERS)),
+    "two stages": Plan([range(3)], range(3, LAYERS), [range(3)]),
+    "other stages back": Plan([range(4)], range(4, LAYERS), [range(2, 4), range(2)]),
+    "a layer a stage": Plan(
+        [range(layer, layer + 1) for layer in range(5)],
+        range(5, LAYERS),
+        [range(layer, layer + 1) for layer in reversed(range(5))],
+    ),
+}
+
+
+class Residual(nn.Module):
+    """Some operations, one of them in place."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(torch.relu_(self.up(self.norm(x)))))
+
+
+class ReadsOnHost(Residual):
+    """Cannot be captured."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if x.sum().item() < 1e9 else x * 2)
+
+
+class Scaled(Residual):
+    """Reads a number that no module holds."""
+
+    scales: ClassVar[list[float]] = [1.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scales[0]
+
+
+class WithMask(nn.Module):
+    """Passes a tensor on beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Residual()
+
+    def forward(self, given: Any) -> Any:
+        x, mask = given if isinstance(given, tuple) else (given, torch.ones_like(given[:, :1]))
+        return self.inner(x) * mask, mask
+
+
+class Last(nn.Module):
+    """Ends a row of `WithMask`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, given: Any) -> torch.Tensor:
+        return self.head(given[0] if isinstance(given, tuple) else given)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[range]:
+    """The layers of each replay, as they happen."""
+    found: list[range] = []
+    plain = Span.replay
+
+    def replay(self: Span, *args: Any) -> Any:
+        found.append(self.work.layers)
+        return plain(self, *args)
+
+    monkeypatch.setattr(Span, "replay", replay)
+    return found
+
+
+def row(*inner: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(inner or [Residual() for _ in range(LAYERS - 1)]), Last())
+
+
+def summed_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output.float(), label, reduction="sum")
+
+
+def trained(
+    runtime: Runtime,
+    layers: nn.Sequential,
+    launch: str,
+    plan: Plan | None = None,
+    *,
+    rows: Callable[[int], int] = lambda _: 2 * MICROBATCHES,
+    steps: int = 9,
+    before: Callable[[int], None] = lambda _: None,
+) -> list[torch.Tensor]:
+    """Losses, gradients, outputs of an evaluation, and what is trained at last."""
+    layers = copy.deepcopy(layers)
+    config = RoundPipeRunConfig(num_microbatch=MICROBATCHES, launch=launch, execute_plan=plan)
+    model = RoundPipe(layers, runtime=runtime, model_run_config=config, optim_dtype=torch.float32)
+    optimizer = AdamW(model.optim_parameters(), lr=1e-2)
+    dtype, found = next(layers.parameters()).dtype, []
+
+    def update() -> None:
+        found.extend(parameter.grad.clone() for parameter in model.optim_parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for step in range(steps):
+        before(step)
+        torch.manual_seed(step)
+        x, label = torch.randn(rows(step), 8, dtype=dtype), torch.randint(3, (rows(step),))
+        found.append(model.forward_backward((x,), label=label, loss_fn=summed_loss).detach())
+        model.step(update, is_async=False)
+    model.eval()
+    with torch.no_grad():
+        found += [model(torch.ones(rows(0), 8, dtype=dtype)) for _ in range(4)]
+    model.synchronize()
+    return found + [parameter.detach().clone() for parameter in layers.parameters()]
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(one, other), f"tensor {number} differs by {(one - other).abs().max()}"
+
+
+@pytest.fixture
+def graphs_runtime(devices: str) -> Iterator[Runtime]:
+    with Runtime(devices) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replays_have_the_bits_of_runs_by_python(
+    graphs_runtime: Runtime, plan: str, dtype: torch.dtype, replays: list[range]
+) -> None:
+    layers = row().to(dtype)
+    expected = trained(graphs_runtime, layers, "eager", PLANS[plan], steps=20)
+    assert not replays
+    assert_same(trained(graphs_runtime, layers, "graphs", PLANS[plan], steps=20), expected)
+    assert {layer for span in replays for layer in span} == set(range(LAYERS - 1))
+
+
+def test_what_passes_a_layer_by_is_passed_on(runtime: Runtime, replays: list[range]) -> None:
+    layers = row(*(WithMask() for _ in range(LAYERS - 1)))
+    for plan in PLANS.values():
+        expected = trained(runtime, layers, "eager", plan)
+        assert_same(trained(runtime, layers, "graphs", plan), expected)
+    assert len(replays) > 20
+
+
+def test_several_shapes_have_graphs_each(runtime: Runtime, replays: list[range]) -> None:
+    def rows(step: int) -> int:
+        return MICROBATCHES * (1 + step % 2)
+
+    plan = PLANS["all fused"]
+    expected = trained(runtime, row(), "eager", plan, rows=rows)
+    assert_same(trained(runtime, row(), "graphs", plan, rows=rows), expected)
+    assert replays
+
+
+def test_layers_that_cannot_be_captured_run_as_they_are(
+    runtime: Runtime, replays: list[range], caplog: pytest.LogCaptureFixture
+) -> None:
+    layers = row(Residual(), ReadsOnHost(), Residual(), Residual(), Residual())
+    plan = PLANS["all fused"]
+    expected = trained(runtime, layers, "eager", plan, steps=30)
+    with caplog.at_level(logging.INFO, "rp_engine"):
+        assert_same(trained(runtime, layers, "graphs", plan, steps=30), expected)
+    assert {layer for span in replays for layer in span} == {0, 2, 3, 4}
+    told = [record.getMessage() for record in caplog.records if "run without graphs" in record.getMessage()]
+    assert len(told) == 1
+    assert "reads values of the device on the host" in told[0]
+
+
+def test_what_python_decides_anew_is_found_before_a_graph_is_used(runtime: Runtime, replays: list[range]) -> None:
+    layers, plan = row(*(Scaled() for _ in range(LAYERS - 1))), PLANS["all fused"]
+
+    def change(step: int) -> None:
+        # As a step is captured with, and then as it is tried.
+        Scaled.scales[0] = 1.0 + step / 100
+
+    expected = trained(runtime, layers, "eager", plan, before=change)
+    assert_same(trained(runtime, layers, "graphs", plan, before=change), expected)
+    # It was tried, and never used.
+    assert len(replays) <= 2
+
+
+def test_layers_that_draw_on_the_host_run_as_they_are(runtime: Runtime) -> None:
+    layers, plan = row(*(Residual(dropout=0.3) for _ in range(LAYERS - 1))), PLANS["two stages"]
+    expected = trained(runtime, layers, "eager", plan)
+    assert_same(trained(runtime, layers, "graphs", plan), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("plan", PLANS)
+def test_layers_draw_on_a_gpu_as_they_do_by_python(plan: str, replays: list[range]) -> None:
+    with Runtime("cuda:0") as runtime:
+        layers = row(*(Residual(dropout=0.3) for _ in range(LAYERS - 1)))
+        expected = trained(runtime, layers, "eager", PLANS[plan], steps=20)
+        assert_same(trained(runtime, layers, "graphs", PLANS[plan], steps=20), expected)
+        assert {layer for span in replays for layer in span} == set(range(LAYERS - 1))
+
+
+def test_memory_that_runs_out_in_a_trial_ends_graphs_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("too little")
+
+    monkeypatch.setattr("rp_engine.execution.stage.graphs.sketch", out_of_memory)
+    plan = PLANS["all fused"]
+    with Runtime("cpu:1") as runtime, caplog.at_level(logging.INFO, "rp_engine"):
+        expected = trained(runtime, row(), "eager", plan)
+        assert_same(trained(runtime, row(), "graphs", plan), expected)
+    assert "run without graphs from now on: device memory ran out" in caplog.text
+
+
+def test_graphs_leave_the_memory_that_runs_by_python_take(
+    runtime: Runtime, replays: list[range], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(runtime, row(), "eager", PLANS["all fused"])
+    monkeypatch.setattr(CpuDevice, "obtainable_bytes", lambda self: self.memory().used_bytes)
+    with caplog.at_level(logging.INFO, "rp_engine"):
+        assert_same(trained(runtime, row(), "graphs", PLANS["all fused"]), expected)
+    assert not replays
+    assert "of device memory are not free" in caplog.text
+
+
+def test_another_launch_is_refused() -> None:
+    with pytest.raises(ValueError, match="launch must be 'eager' or 'graphs', but is 'fast'"):
+        RoundPipeRunConfig(launch="fast")
