@@ -8,14 +8,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from roundpipe import RoundPipe, Runtime
+from rp_engine.planning import settled_plans
 from rp_engine.planning.settled_plans import MOST_FILES, Settled, SettledPlan, cache_folder
 from rp_sched import Plan
+from torch import nn
 
 FACTS = {"mode": "fused", "microbatches": 4, "model": "m"}
 PLANS = [
@@ -181,3 +185,15 @@ def test_tests_and_the_programs_that_they_start_keep_no_plans() -> None:
     assert ended.stdout.strip() == "None"
     SettledPlan(FACTS).save(KEPT)
     assert load() is None
+
+
+def test_sources_that_are_not_installed_keep_plans_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(settled_plans, "version", missing)
+    with Runtime("cpu:1") as runtime:
+        model = RoundPipe(nn.Sequential(nn.Linear(2, 2)), runtime=runtime)
+        (state,) = runtime.states
+        assert SettledPlan.of("m", state, runtime, FACTS).load(1, "fused", 4) is None
+        model.synchronize()

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
 
@@ -77,7 +77,7 @@ class SettledPlan:
                 "layers": _structure(state),
                 "devices": [[_kind(lane), nbytes] for lane, nbytes in zip(runtime.lanes, memory, strict=True)],
                 "machines": runtime.peers.size,
-                "versions": [torch.__version__, version("rp-engine"), version("rp-sched")],
+                "versions": [torch.__version__, _version("rp-engine"), _version("rp-sched")],
             }
         )
 
@@ -149,6 +149,14 @@ def _modified(file: Path) -> float:
     except OSError:
         # Another process has removed it.
         return 0.0
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        # Sources on PYTHONPATH, which nobody has installed.
+        return "sources"
 
 
 def _structure(state: ModelState) -> str:
