@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
+from roundpipe import ImpureLayer, RoundPipe, RoundPipeRunConfig, Runtime
 from roundpipe.optim import AdamW
 from rp_engine.execution.stage.span import Span
 from rp_sched import Plan
@@ -206,6 +206,44 @@ def test_what_python_decides_anew_is_found_before_a_graph_is_used(runtime: Runti
     assert_same(trained(runtime, layers, "graphs", plan, before=change), expected)
     # It was tried, and never used.
     assert len(replays) <= 2
+
+
+def test_what_python_decides_anew_later_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rp_engine.engine.runs._COMPARED_EACH", 4)
+    monkeypatch.setattr(Scaled, "scales", [1.0])
+
+    def change(step: int) -> None:
+        Scaled.scales[0] = 1.0 if step < 9 else 2.0
+
+    layers = row(*(Scaled() for _ in range(LAYERS - 1)))
+    with (
+        Runtime("cpu:1") as runtime,
+        pytest.raises(ImpureLayer, match="a replay of layers 0 to 4 gives something"),
+    ):
+        trained(runtime, layers, "graphs", PLANS["all fused"], before=change, steps=20)
+
+
+def test_graphs_that_are_not_used_for_a_while_are_freed(
+    monkeypatch: pytest.MonkeyPatch, replays: list[range]
+) -> None:
+    closed: list[range] = []
+    plain = Span.close
+
+    def close(self: Span) -> None:
+        closed.append(self.work.layers)
+        plain(self)
+
+    monkeypatch.setattr(Span, "close", close)
+
+    def rows(step: int) -> int:
+        return MICROBATCHES * (1 if step < 6 else 2 if step < 10 else 3)
+
+    with Runtime("cpu:1") as runtime:
+        expected = trained(runtime, row(), "eager", PLANS["all fused"], rows=rows, steps=14)
+        assert_same(trained(runtime, row(), "graphs", PLANS["all fused"], rows=rows, steps=14), expected)
+    # The first shape's are, when the third shape's are captured.
+    assert closed == [range(LAYERS - 1)]
+    assert len(replays) > 20
 
 
 def test_layers_that_draw_on_the_host_run_as_they_are(runtime: Runtime) -> None:

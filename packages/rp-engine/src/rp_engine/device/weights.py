@@ -295,9 +295,8 @@ class Weights:
         `uncounted`: blocks to which graphs have added, which moves no counter.
         """
         for block, sums in self._sums.items():
-            if block in uncounted:
-                continue
-            block.additions = sums.additions()
+            if block not in uncounted:
+                block.additions = sums.additions()
             sums.seen = list(map(_version, sums.views))
 
     def complete_above(self, layer: int, layers: range) -> list[Block]:

@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from rp_sched import Mode
 from rp_transfer import GraphPool
 
 from rp_engine.state.block import Block
+
+# Signatures that are remembered: shapes may come and go without end.
+_MOST_ENTRIES = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,19 +31,30 @@ class FixedBlock:
 
 @dataclass
 class Entry:
-    """What became of some layers with inputs of one signature.
+    """What became of some layers with inputs of one signature, in calls of one mode.
 
-    `span`: their graphs, if they were captured. `reason`: why they run without, in words; `is_short`: since memory
-    is. `num_seen`: in how many calls they came; `last_call`: in which one last. `modules`: what was captured.
+    `modules`: the layers' copies. `span`: their graphs, if they were captured; `is_tried`: and may be used.
+    `reason`: why they run without, in words; `is_short`: memory is. `num_seen`: in how many calls they came since
+    they last lost their graphs; `num_awaited`: so many are awaited before they are captured. `last_call`: the last
+    one's number among calls of this mode.
     """
 
     modules: tuple[torch.nn.Module, ...]
+    mode: Mode
     span: Any = None
     is_tried: bool = False
     reason: str | None = None
     is_short: bool = False
     num_seen: int = 0
+    num_awaited: int = 2
     last_call: int = 0
+
+    def lose(self) -> None:
+        """Free the graphs; they are captured again when their shape has come twice as often as before."""
+        if self.span is not None:
+            self.span.close()
+            self.span, self.is_tried = None, False
+            self.num_seen, self.num_awaited = 0, 2 * self.num_awaited
 
 
 @dataclass
@@ -47,29 +62,44 @@ class GraphStore:
     """All entries, by signature.
 
     `fixed`: by block. `pools`: one for each place of a span in its task: tasks of a device never run at once.
-    `refused`: layers whose forward cannot be captured. `is_off`: memory ran out, so there are none any more.
+    `refused`: layers whose forward cannot be captured. `graphable`: by layer, whether graphs might launch it, as
+    it was seen last. `is_off`: memory ran out, so there are none any more. `calls`: by mode, how many calls there
+    were, and the number that the latest has among calls of all modes.
     """
 
     entries: dict[Hashable, Entry] = field(default_factory=dict[Hashable, Entry])
     fixed: dict[Block, FixedBlock] = field(default_factory=dict[Block, FixedBlock])
     pools: list[GraphPool] = field(default_factory=list[GraphPool])
     refused: set[int] = field(default_factory=set[int])
+    graphable: dict[int, bool] = field(default_factory=dict[int, bool])
     is_off: bool = False
+    calls: dict[Mode, tuple[int, int]] = field(default_factory=dict[Mode, tuple[int, int]])
+
+    def number(self, mode: Mode, call: int) -> int:
+        """The number of a call among those of its mode."""
+        count, latest = self.calls.get(mode, (0, -1))
+        self.calls[mode] = (count + (call != latest), call)
+        return self.calls[mode][0]
+
+    def entry(self, key: Hashable, modules: tuple[torch.nn.Module, ...], mode: Mode) -> Entry:
+        """The entry of a signature; the oldest makes room for a new one."""
+        if key not in self.entries:
+            while len(self.entries) >= _MOST_ENTRIES:
+                self.entries.pop(next(iter(self.entries))).lose()
+            self.entries[key] = Entry(modules, mode)
+        return self.entries[key]
 
     def drop(self) -> None:
         """Free all graphs and their memory, for good: there is too little of it."""
         self.is_off = True
         for entry in self.entries.values():
-            if entry.span is not None:
-                entry.span.close()
+            entry.lose()
         self.entries.clear()
         self.fixed.clear()
         self.pools.clear()
 
-    def drop_unused(self, call: int) -> None:
-        """Free graphs that neither this call nor one of the two before has used: those of plans that are gone."""
-        old = [key for key, entry in self.entries.items() if entry.last_call < call - 2]
-        for key in old:
-            entry = self.entries.pop(key)
-            if entry.span is not None:
-                entry.span.close()
+    def drop_unused(self, mode: Mode, call: int) -> None:
+        """Free graphs that no call of this mode but some before the last two has used: plans or shapes of then."""
+        for entry in self.entries.values():
+            if entry.mode == mode and entry.last_call < call - 2:
+                entry.lose()

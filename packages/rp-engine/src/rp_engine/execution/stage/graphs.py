@@ -17,9 +17,11 @@ from rp_engine.device.memory.graph_store import Entry, FixedBlock
 from rp_engine.device.randomness import Drawer
 from rp_engine.device.replica import has_hooks
 from rp_engine.device.weights import Weights
+from rp_engine.errors import ImpureLayer
 from rp_engine.execution.effects.attributes import Attributes, ModuleCopy, attributes_of
 from rp_engine.execution.effects.later import sketch
 from rp_engine.execution.lazy import is_lazy
+from rp_engine.execution.stage.activity import TaskActivity
 from rp_engine.execution.stage.layer_runs import LayerRuns
 from rp_engine.execution.stage.span import Span, SpanWork, tensors_of
 from rp_engine.execution.stage.workplace import Workplace
@@ -32,6 +34,12 @@ _LOG = logging.getLogger(__name__)
 _LEAST_MICROBATCHES = 3
 # The greatest difference, as a part of the norm, between a replay and a run by Python that roundings explain.
 _ROUNDINGS, _LEAST, _MOST = 16, 1e-3, 0.25
+_REPLAY = "in a replay of {0} and layers after it, microbatch {1}"
+_CHANGED = (
+    "a replay of {} gives something else than a run by Python: {}. Something that is no input of theirs has "
+    "changed since they were captured, such as a number in a global; steps since then may have used the old one. "
+    'Pass it as an input or keep it in a buffer, or use launch="eager"'
+)
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -53,6 +61,7 @@ class TaskGraphs:
         weights: Weights,
         layers: LayerRuns,
         times: LayerTimes | None,
+        activity: TaskActivity,
         *,
         is_whole: bool,
     ) -> None:
@@ -64,7 +73,8 @@ class TaskGraphs:
         self._task = task
         self._weights = weights
         self._layers = layers
-        self._call_number = call.state.num_runs
+        self._activity = activity
+        self._call_number = self._store.number(call.mode, call.state.num_runs)
         # Tasks that add gradients run layers with a graph of autograd.
         self._trains = task.adds_gradients
         self._last = task.microbatches[-1] if self._trains else None
@@ -114,8 +124,8 @@ class TaskGraphs:
 
     def drop(self) -> None:
         """Free all graphs of the model on this device: its memory is short."""
-        if self._is_used:
-            self._is_used = False
+        self._is_used = False
+        if self._store.entries:
             self._store.drop()
             _LOG.info("model %r: layers run without graphs from now on: device memory ran out", self._call.name)
 
@@ -128,7 +138,10 @@ class TaskGraphs:
             randomness.drew_on_device.update((drawer, microbatch) for drawer in drawers)
         if span.work.trains:
             self._added.update(self._blocks(span.work.layers))
-        return span.replay(leaves, seeds)
+        first = span.work.layers.start
+        self._activity.current = (_REPLAY, first, microbatch)
+        with self._place.span("replay from {} on", self._call.state.layers[first]):
+            return span.replay(leaves, seeds)
 
     # Which layers
 
@@ -141,7 +154,10 @@ class TaskGraphs:
 
     def _may_capture(self, layer: int) -> bool:
         if layer not in self._graphable:
-            self._graphable[layer] = self._asks_nothing(layer)
+            # A call that compares looks anew at what layers draw, so it goes by what calls before it have seen.
+            known = self._store.graphable
+            self._graphable[layer] = known.get(layer, False) if self._call.compares else self._asks_nothing(layer)
+            known[layer] = self._graphable[layer]
         return self._graphable[layer]
 
     def _asks_nothing(self, layer: int) -> bool:
@@ -164,7 +180,15 @@ class TaskGraphs:
     def _key(self, layers: range, leaves: Sequence[Any], treedef: Any) -> Hashable:
         modules = self._modules(layers)
         flags = self._call.flags[layers.start : layers.stop]
-        return layers, self._trains, flags, tuple(map(id, modules)), treedef, tuple(map(_signature, leaves))
+        return (
+            layers,
+            self._call.mode,
+            self._trains,
+            flags,
+            tuple(map(id, modules)),
+            treedef,
+            tuple(map(_signature, leaves)),
+        )
 
     def _modules(self, layers: range) -> tuple[torch.nn.Module, ...]:
         return tuple(self._twins.module(layer, self._call.flags[layer]) for layer in layers)
@@ -176,11 +200,11 @@ class TaskGraphs:
         leaves, treedef = rp_batch.flatten(tree)
         place, self._num_spans = self._num_spans, self._num_spans + 1
         key = self._key(layers, leaves, treedef)
-        entry = self._store.entries.setdefault(key, Entry(self._modules(layers)))
+        entry = self._store.entry(key, self._modules(layers), self._call.mode)
         if entry.last_call != self._call_number:
             entry.num_seen += 1
         entry.last_call = self._call_number
-        if entry.reason is None and entry.num_seen > 1:
+        if entry.reason is None and entry.num_seen >= entry.num_awaited:
             self._bring_on(entry, layers, place, microbatch, leaves, treedef, recomputes=recomputes)
         return entry.reason is None or entry.is_short
 
@@ -196,14 +220,16 @@ class TaskGraphs:
         recomputes: bool,
     ) -> None:
         try:
-            if entry.span is None:
-                self._store.drop_unused(self._call_number)
+            if entry.span is None and not self._call.compares:
+                self._store.drop_unused(self._call.mode, self._call_number)
                 entry.span = self._captured(layers, place, leaves, treedef)
                 entry.is_tried = False
-            elif not entry.is_tried or self._call.compares:
+            elif entry.span is not None and (not entry.is_tried or self._call.compares):
                 self._try(entry.span, microbatch, leaves, treedef, recomputes=recomputes)
                 entry.is_tried = True
         except NotCapturable as error:
+            if entry.is_tried:
+                raise ImpureLayer(_CHANGED.format(_words(layers), error)) from None
             entry.is_short = isinstance(error, NoRoom)
             self._refuse(entry, layers, str(error))
         except Exception as error:
@@ -219,8 +245,7 @@ class TaskGraphs:
         told = self._call.habits.told
         if reason not in told:
             told.add(reason)
-            what = f"layers {layers.start} to {layers.stop - 1}" if len(layers) > 1 else f"layer {layers.start}"
-            _LOG.info("model %r: %s run without graphs: %s", self._call.name, what, reason)
+            _LOG.info("model %r: %s run without graphs: %s", self._call.name, _words(layers), reason)
 
     def _captured(self, layers: range, place: int, leaves: Sequence[Any], treedef: Any) -> Span:
         if any(is_lazy(leaf) or not isinstance(leaf, (torch.Tensor, *_VALUES)) for leaf in leaves):
@@ -357,6 +382,10 @@ class TaskGraphs:
         dtypes = {leaf.dtype for leaf in tensors_of(leaves)}
         dtypes |= {block.layout.dtype for block in self._blocks(layers)}
         return max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
+
+
+def _words(layers: range) -> str:
+    return f"layers {layers.start} to {layers.stop - 1}" if len(layers) > 1 else f"layer {layers.start}"
 
 
 def _norm(values: torch.Tensor) -> float:

@@ -68,7 +68,7 @@ class Stage:
         self._packets = TaskPackets(place, task, slots, copier, activity, kinship)
         self._layers = LayerRuns(place, task, weights, slots, copier, times, activity, kinship)
         is_whole = not is_part and not recomputes
-        self._graphs = graphs = TaskGraphs(place, task, weights, self._layers, times, is_whole=is_whole)
+        self._graphs = graphs = TaskGraphs(place, task, weights, self._layers, times, activity, is_whole=is_whole)
         self._graph = Backpropagation(place, task, weights, self._layers, times, activity, graphs, is_part=is_part)
 
     def where(self) -> str:
