@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -88,7 +90,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[range]:
     plain = Span.replay
 
     def replay(self: Span, *args: Any) -> Any:
-        found.append(self.work.layers)
+        found.append(self.layers)
         return plain(self, *args)
 
     monkeypatch.setattr(Span, "replay", replay)
@@ -230,7 +232,7 @@ def test_graphs_that_are_not_used_for_a_while_are_freed(
     plain = Span.close
 
     def close(self: Span) -> None:
-        closed.append(self.work.layers)
+        closed.append(self.layers)
         plain(self)
 
     monkeypatch.setattr(Span, "close", close)
@@ -244,6 +246,20 @@ def test_graphs_that_are_not_used_for_a_while_are_freed(
     # The first shape's are, when the third shape's are captured.
     assert closed == [range(LAYERS - 1)]
     assert len(replays) > 20
+
+
+def test_graphs_keep_nothing_of_the_call_that_captured_them(runtime: Runtime, replays: list[range]) -> None:
+    config = RoundPipeRunConfig(num_microbatch=MICROBATCHES, launch="graphs", execute_plan=PLANS["all fused"])
+    model = RoundPipe(row(), runtime=runtime, model_run_config=config)
+    label = torch.zeros(MICROBATCHES, dtype=torch.long)
+    batches = [torch.zeros(MICROBATCHES, 8) for _ in range(16)]
+    kept = [weakref.ref(batch) for batch in batches]
+    while batches:
+        model.forward_backward((batches.pop(),), label=label, loss_fn=summed_loss)
+    model.synchronize()
+    assert replays
+    gc.collect()
+    assert not [batch for batch in kept if batch() is not None]
 
 
 def test_layers_that_draw_on_the_host_run_as_they_are(runtime: Runtime) -> None:

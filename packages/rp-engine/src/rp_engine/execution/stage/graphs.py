@@ -130,15 +130,15 @@ class TaskGraphs:
             _LOG.info("model %r: layers run without graphs from now on: device memory ran out", self._call.name)
 
     def _replay(self, span: Span, microbatch: int, leaves: Sequence[Any]) -> Any:
-        drawers = [Drawer("layer", layer) for layer in span.work.drawing]
+        drawers = [Drawer("layer", layer) for layer in span.drawing]
         randomness = self._call.randomness
         seeds = [] if randomness is None else [randomness.seed_of(drawer, microbatch) for drawer in drawers]
         if randomness is not None:
             # Another task may recompute them by Python.
             randomness.drew_on_device.update((drawer, microbatch) for drawer in drawers)
-        if span.work.trains:
-            self._added.update(self._blocks(span.work.layers))
-        first = span.work.layers.start
+        if span.trains:
+            self._added.update(self._blocks(span.layers))
+        first = span.layers.start
         self._activity.current = (_REPLAY, first, microbatch)
         with self._place.span("replay from {} on", self._call.state.layers[first]):
             return span.replay(leaves, seeds)
@@ -329,7 +329,7 @@ class TaskGraphs:
     # The trial
 
     def _try(self, span: Span, microbatch: int, leaves: Sequence[Any], treedef: Any, *, recomputes: bool) -> None:
-        layers = span.work.layers
+        layers = span.layers
         self._fix(layers)
         grads = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         plain = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -376,7 +376,7 @@ class TaskGraphs:
         with self._weights.adding():
             torch.autograd.backward(ends, [end.detach().clone() for end in ends])
         found.append(sketch([leaf.grad for leaf in grad_leaves if leaf is not None], device))
-        return found, [sketch([sums], device) for sums in self._weights.sums_of(self._blocks(span.work.layers))]
+        return found, [sketch([sums], device) for sums in self._weights.sums_of(self._blocks(span.layers))]
 
     def _eps(self, layers: range, leaves: Sequence[Any]) -> float:
         dtypes = {leaf.dtype for leaf in tensors_of(leaves)}

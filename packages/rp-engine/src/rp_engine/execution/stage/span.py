@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import rp_batch
@@ -56,7 +57,7 @@ class Span:
     def __init__(
         self, device: Device, pool: GraphPool, work: SpanWork, leaves: Sequence[Any], treedef: Any
     ) -> None:
-        self.work = work
+        self.layers, self.drawing, self.trains = work.layers, work.drawing, work.trains
         self._treedef = treedef
         self._grads = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         self._leaves = [_held(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -67,41 +68,42 @@ class Span:
         self._input_gradients: list[torch.Tensor | None] = []
         self._graphs: list[Graph] = []
         try:
-            self._capture(device, pool)
+            self._capture(device, pool, work)
         except BaseException:
             self.close()
             raise
 
-    def _capture(self, device: Device, pool: GraphPool) -> None:
-        seen, forward = device.capture(self._forward, pool=pool, num_draws=len(self.work.drawing))
+    def _capture(self, device: Device, pool: GraphPool, work: SpanWork) -> None:
+        # The work is not kept: it belongs to one task of a call.
+        seen, forward = device.capture(partial(self._forward, work), pool=pool, num_draws=len(self.drawing))
         self._graphs.append(forward)
         self._results, self._out_of = seen.results, seen.treedef
         self._made = [one.detach() for one in seen.made]
-        self.is_end = [self.work.trains and one.requires_grad for one in seen.made]
+        self.is_end = [self.trains and one.requires_grad for one in seen.made]
         ends = [one for one, is_end in zip(seen.made, self.is_end, strict=True) if is_end]
         if ends:
             self._gradients = [torch.zeros_like(end) for end in ends]
             self._input_gradients, backward = device.capture(
-                lambda _: self._backward(ends, seen.grad_leaves), pool=pool
+                lambda _: self._backward(work, ends, seen.grad_leaves), pool=pool
             )
             self._graphs.append(backward)
 
-    def _forward(self, capture: Capture) -> _Seen:
+    def _forward(self, work: SpanWork, capture: Capture) -> _Seen:
         # As what arrives at a stage, which a layer may write.
         inside, grad_leaves = enter(self._leaves, self._grads)
         tree = rp_batch.unflatten(self._treedef, inside)
-        places = self.work.drawing
-        for layer in self.work.layers:
+        places = self.drawing
+        for layer in self.layers:
             with capture.drawing(places.index(layer)) if layer in places else nullcontext():
-                tree = self.work.run(layer, tree)
-            if not self.work.trains and layer + 1 < self.work.layers.stop:
+                tree = work.run(layer, tree)
+            if not self.trains and layer + 1 < self.layers.stop:
                 tree = _without_graph(tree)
-        return _seen(tree, inside, grad_leaves, trains=self.work.trains)
+        return _seen(tree, inside, grad_leaves, trains=self.trains)
 
     def _backward(
-        self, ends: Sequence[torch.Tensor], grad_leaves: Sequence[torch.Tensor | None]
+        self, work: SpanWork, ends: Sequence[torch.Tensor], grad_leaves: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        with self.work.adding():
+        with work.adding():
             torch.autograd.backward(ends, self._gradients)
         pairs = zip(self._leaves, grad_leaves, strict=True)
         return [None if own is None else own.grad for leaf, own in pairs if isinstance(leaf, torch.Tensor)]
@@ -118,7 +120,7 @@ class Span:
                     return leaves[leaf]
                 case Made(number, requires_grad):
                     one = made[number]
-                    return one.detach().requires_grad_() if requires_grad and not self.work.trains else one
+                    return one.detach().requires_grad_() if requires_grad and not self.trains else one
                 case _:
                     return result
 
