@@ -1,5 +1,6 @@
 """The adaptive strategy finds the fastest plan there is where that can be checked, and a fast one elsewhere."""
 
+import sys
 import time
 from collections.abc import Iterator
 from itertools import combinations, islice, pairwise
@@ -366,11 +367,14 @@ def test_ninety_four_layers_for_eight_devices_are_planned_in_under_a_second():
     assert min(first_ones) < 0.2
 
 
-def test_a_plan_is_at_hand_in_under_fifty_microseconds_when_nothing_moved():
+def test_a_plan_is_at_hand_in_few_calls_of_python_when_nothing_moved():
     replanner = Replanner([LayerCost(1.0, weight_bytes=10**9)] * 94, devices=8, microbatches=16, mode="fused")
-    seconds = []
-    for _ in range(200):
-        begin = time.perf_counter()
+    replanner.priced_plan()
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
         replanner.priced_plan()
-        seconds.append(time.perf_counter() - begin)
-    assert min(seconds) < 50e-6
+    finally:
+        sys.setprofile(None)
+    # About two a layer: 15 microseconds.
+    assert len(calls) <= 250

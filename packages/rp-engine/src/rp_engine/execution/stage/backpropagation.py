@@ -57,15 +57,16 @@ class Backpropagation:
 
     def forward(self, layers: range, microbatch: int, tree: Any, *, recomputes: bool) -> Any:
         """Run layers, keeping their graph; return the output of the last one. `recomputes`: recompute them."""
-        while layers:
-            replayed = self._graphs.run(layers, microbatch, tree, recomputes=recomputes)
+        graphs, layer = self._graphs, layers.start
+        while layer < layers.stop:
+            rest = range(layer, layers.stop)
+            replayed = graphs.run(rest, microbatch, tree, recomputes=recomputes) if graphs.is_used else None
             if replayed is None:
-                done = 1
-                tree = self._run(layers.start, microbatch, tree, recomputes=recomputes)
+                done, tree = 1, self._run(layer, microbatch, tree, recomputes=recomputes)
             else:
                 done, tree = replayed
-            self._mark_backward(layers[done - 1], microbatch, tree)
-            layers = layers[done:]
+            layer += done
+            self._mark_backward(layer - 1, microbatch, tree)
         return tree
 
     def _run(self, layer: int, microbatch: int, tree: Any, *, recomputes: bool) -> Any:

@@ -83,7 +83,7 @@ class TaskGraphs:
         # The first layer beyond those that graphs are there for, or to be.
         self._prepared = 0
         self._added: set[Block] = set()
-        self._is_used = (
+        self.is_used = (
             call.launch == "graphs"
             and not self._store.is_off
             and is_whole
@@ -94,7 +94,7 @@ class TaskGraphs:
             and len(task.microbatches) >= _LEAST_MICROBATCHES
             and not any(setting.enabled for setting in call.autocast)
         )
-        if self._is_used:
+        if self.is_used:
             weights.fixed = self._store.fixed
 
     def run(self, layers: range, microbatch: int, tree: Any, *, recomputes: bool) -> tuple[int, Any] | None:
@@ -102,7 +102,7 @@ class TaskGraphs:
 
         `recomputes`: a replay recomputes what forward has run.
         """
-        if not self._is_used or microbatch == self._last:
+        if not self.is_used or microbatch == self._last:
             return None
         span = self._span(layers)
         if not span:
@@ -124,7 +124,7 @@ class TaskGraphs:
 
     def drop(self) -> None:
         """Free all graphs of the model on this device: its memory is short."""
-        self._is_used = False
+        self.is_used = False
         if self._store.entries:
             self._store.drop()
             _LOG.info("model %r: layers run without graphs from now on: device memory ran out", self._call.name)

@@ -170,9 +170,7 @@ class Stage:
                 self._weights.bind(self._call.state.layers[layer], training=False)
                 self._end_with_loss(layer, microbatch, arrived.tree())
                 return
-            replayed = self._graphs.run(
-                self._to_boundary(layers, microbatch), microbatch, arrived.tree(), recomputes=self._recomputes
-            )
+            replayed = self._replayed(layers, microbatch, arrived) if self._graphs.is_used else None
             # No other name for an output: it would keep the graph while the next layer runs.
             if replayed is None:
                 done, arrived = 1, _cut(self._run(layer, microbatch, arrived.tree()), origins)
@@ -187,6 +185,10 @@ class Stage:
     def _run(self, layer: int, microbatch: int, tree: Any) -> Any:
         self._weights.bind(self._call.state.layers[layer], training=False)
         return self._layers.run(layer, microbatch, tree, recomputes=self._recomputes)
+
+    def _replayed(self, layers: range, microbatch: int, arrived: Arrived) -> tuple[int, Any] | None:
+        span = self._to_boundary(layers, microbatch)
+        return self._graphs.run(span, microbatch, arrived.tree(), recomputes=self._recomputes)
 
     def _to_boundary(self, layers: range, microbatch: int) -> range:
         """The first of some layers, up to where another task takes activations."""
