@@ -115,6 +115,7 @@ def trained(
     rows: Callable[[int], int] = lambda _: 2 * MICROBATCHES,
     steps: int = 9,
     before: Callable[[int], None] = lambda _: None,
+    beside: Callable[[int, RoundPipe], None] = lambda *_: None,
 ) -> list[torch.Tensor]:
     """Losses, gradients, outputs of an evaluation, and what is trained at last."""
     layers = copy.deepcopy(layers)
@@ -130,6 +131,7 @@ def trained(
 
     for step in range(steps):
         before(step)
+        beside(step, model)
         torch.manual_seed(step)
         x, label = torch.randn(rows(step), 8, dtype=dtype), torch.randint(3, (rows(step),))
         found.append(model.forward_backward((x,), label=label, loss_fn=summed_loss).detach())
@@ -163,6 +165,19 @@ def test_replays_have_the_bits_of_runs_by_python(
     assert not replays
     assert_same(trained(graphs_runtime, layers, "graphs", PLANS[plan], steps=20), expected)
     assert {layer for span in replays for layer in span} == set(range(LAYERS - 1))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_evaluations_between_steps_have_graphs_of_their_own(graphs_runtime: Runtime, plan: str) -> None:
+    def run(launch: str) -> list[torch.Tensor]:
+        def evaluate(_: int, model: RoundPipe) -> None:
+            with torch.no_grad():
+                found.extend(model(torch.ones(2 * MICROBATCHES, 8)) for _ in range(3))
+
+        found: list[torch.Tensor] = []
+        return trained(graphs_runtime, row(), launch, PLANS[plan], beside=evaluate) + found
+
+    assert_same(run("graphs"), run("eager"))
 
 
 def test_what_passes_a_layer_by_is_passed_on(runtime: Runtime, replays: list[range]) -> None:
@@ -267,6 +282,16 @@ def test_layers_that_draw_on_the_host_run_as_they_are(runtime: Runtime) -> None:
     layers, plan = row(*(Residual(dropout=0.3) for _ in range(LAYERS - 1))), PLANS["two stages"]
     expected = trained(runtime, layers, "eager", plan)
     assert_same(trained(runtime, layers, "graphs", plan), expected)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_graphs_leave_draws_of_layers_beside_them_as_they_are(
+    graphs_runtime: Runtime, plan: str, replays: list[range]
+) -> None:
+    layers = row(*(Residual(dropout=0.3 * (layer % 2)) for layer in range(LAYERS - 1)))
+    expected = trained(graphs_runtime, layers, "eager", PLANS[plan], steps=12)
+    assert_same(trained(graphs_runtime, layers, "graphs", PLANS[plan], steps=12), expected)
+    assert replays or plan == "all fused"
 
 
 @pytest.mark.cuda

@@ -45,6 +45,20 @@ def test_a_forgotten_wait_for_an_input_fails_in_the_replay(backend: CpuBackend) 
     graph.replay()
 
 
+def test_what_draws_nothing_leaves_the_generator_to_other_threads(backend: CpuBackend) -> None:
+    x = torch.ones(4)
+
+    def body() -> torch.Tensor:
+        # As another thread would, meanwhile.
+        torch.default_generator.manual_seed(7)
+        return x * 2
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        captured(backend, body)
+        assert torch.initial_seed() == 7
+
+
 def test_an_output_that_is_still_copied_is_not_overwritten(backend: CpuBackend) -> None:
     device, x = backend.devices[0], torch.ones(4)
     output, graph = captured(backend, lambda: x * 2)

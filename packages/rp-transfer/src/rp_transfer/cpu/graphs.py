@@ -111,7 +111,8 @@ class CpuGraph:
             graph.spoil()
         # Below autograd no version counter moves, as on a GPU.
         below = torch._C._AutoDispatchBelowADInplaceOrView()  # pyright: ignore
-        with uncounted(), torch.no_grad(), below, _drawing_from(seeds) as draws:
+        draws = _drawing_from(seeds)
+        with uncounted(), torch.no_grad(), below:
             for step in self._steps:
                 draws(step.draws, step.run)
 
@@ -134,7 +135,6 @@ def capture(
 ) -> tuple[_Result, CpuGraph]:
     """Run a body once to see its operations; what it writes to memory from before is set back."""
     log = _Log(num_draws)
-    state = torch.default_generator.get_state()
     try:
         with log:
             result = body(log)
@@ -144,7 +144,6 @@ def capture(
         raise NotCapturable(f"{type(error).__name__}: {error}") from error
     finally:
         log.set_back()
-        torch.default_generator.set_state(state)
     return result, CpuGraph(stream, pool, log)
 
 
@@ -162,6 +161,8 @@ class _Log(TorchDispatchMode):
         self.writes: dict[_Place, None] = {}
         self._before: dict[int, tuple[torch.UntypedStorage, bytes]] = {}
         self._draws: int | None = None
+        # The generator belongs to the process: what draws nothing leaves it to other threads.
+        self._callers: torch.Tensor | None = None
 
     @contextmanager
     def drawing(self, place: int) -> Generator[None]:
@@ -201,6 +202,7 @@ class _Log(TorchDispatchMode):
     def _drawn(self, func: Any, state: torch.Tensor | None) -> int | None:
         if state is None or torch.equal(state, torch.default_generator.get_state()):
             return None
+        self._callers = state if self._callers is None else self._callers
         if self._draws is None:
             raise NotCapturable(f"{func} draws random numbers outside of the places that were given for it")
         return self._draws
@@ -227,7 +229,7 @@ class _Log(TorchDispatchMode):
                 if isinstance(place, _Place) and place.made is None:
                     uses[place] = None
 
-    # What a body writes to memory from before is undone: on a GPU nothing would have run.
+    # What a body writes to memory from before and draws is undone: on a GPU nothing would have run.
 
     def _keep_before(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -236,7 +238,9 @@ class _Log(TorchDispatchMode):
             self._before[address] = (storage, ctypes.string_at(address, storage.nbytes()))
 
     def set_back(self) -> None:
-        """Set memory from before the capture back to what it was."""
+        """Set memory from before the capture and the generator back to what they were."""
+        if self._callers is not None:
+            torch.default_generator.set_state(self._callers)
         for address, (_, content) in self._before.items():
             ctypes.memmove(address, content, len(content))
         self._before.clear()
@@ -278,24 +282,24 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)  # pyright: ignore
 
 
-@contextmanager
-def _drawing_from(seeds: Sequence[int]) -> Generator[Callable[[int | None, Callable[[], None]], None]]:
-    """Yield a function that runs an operation with the generator of a place; the caller's state is restored."""
-    callers = torch.default_generator.get_state()
+def _drawing_from(seeds: Sequence[int]) -> Callable[[int | None, Callable[[], None]], None]:
+    """Return a function that runs an operation with the generator of a place; the caller's state is restored."""
     states: dict[int, torch.Tensor] = {}
 
     def run(place: int | None, operation: Callable[[], None]) -> None:
         if place is None:
+            # Other threads may draw meanwhile.
             operation()
             return
-        if place in states:
-            torch.default_generator.set_state(states[place])
-        else:
-            torch.default_generator.manual_seed(seeds[place])
-        operation()
-        states[place] = torch.default_generator.get_state()
+        callers = torch.default_generator.get_state()
+        try:
+            if place in states:
+                torch.default_generator.set_state(states[place])
+            else:
+                torch.default_generator.manual_seed(seeds[place])
+            operation()
+            states[place] = torch.default_generator.get_state()
+        finally:
+            torch.default_generator.set_state(callers)
 
-    try:
-        yield run
-    finally:
-        torch.default_generator.set_state(callers)
+    return run

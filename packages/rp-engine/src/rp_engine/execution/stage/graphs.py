@@ -179,16 +179,10 @@ class TaskGraphs:
 
     def _key(self, layers: range, leaves: Sequence[Any], treedef: Any) -> Hashable:
         modules = self._modules(layers)
+        # A forward without gradients makes what requires none, and one without seeds draws as the caller does.
+        kind = self._trains, self._call.mode, self._call.randomness is None
         flags = self._call.flags[layers.start : layers.stop]
-        return (
-            layers,
-            self._call.mode,
-            self._trains,
-            flags,
-            tuple(map(id, modules)),
-            treedef,
-            tuple(map(_signature, leaves)),
-        )
+        return layers, kind, flags, tuple(map(id, modules)), treedef, tuple(map(_signature, leaves))
 
     def _modules(self, layers: range) -> tuple[torch.nn.Module, ...]:
         return tuple(self._twins.module(layer, self._call.flags[layer]) for layer in layers)
@@ -275,7 +269,7 @@ class TaskGraphs:
             raise
 
     def _drawing(self, layers: range) -> tuple[int, ...]:
-        drawing = self._call.habits.drawing_on_device
+        drawing = () if self._call.randomness is None else self._call.habits.drawing_on_device
         return tuple(layer for layer in layers if Drawer("layer", layer) in drawing)
 
     def _attributes(self, layers: range) -> Attributes:
