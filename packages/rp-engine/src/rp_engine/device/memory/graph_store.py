@@ -33,7 +33,8 @@ class FixedBlock:
 class Entry:
     """What became of some layers with inputs of one signature, in calls of one mode.
 
-    `modules`: the layers' copies. `span`: their graphs, if they were captured; `is_tried`: and may be used.
+    `modules`: the layers' copies. `span`: their graphs, if they were captured; `is_tried`: and may be used,
+    as call `tried_at` has shown.
     `reason`: why they run without, in words; `is_short`: memory is. `num_seen`: in how many calls they came since
     they last lost their graphs; `num_awaited`: so many are awaited before they are captured. `last_call`: the last
     one's number among calls of this mode.
@@ -43,6 +44,7 @@ class Entry:
     mode: Mode
     span: Any = None
     is_tried: bool = False
+    tried_at: int = 0
     reason: str | None = None
     is_short: bool = False
     num_seen: int = 0

@@ -34,6 +34,8 @@ _LOG = logging.getLogger(__name__)
 _LEAST_MICROBATCHES = 3
 # The greatest difference, as a part of the norm, between a replay and a run by Python that roundings explain.
 _ROUNDINGS, _LEAST, _MOST = 16, 1e-3, 0.25
+# Graphs are tried again in one of so many calls of a mode on a device.
+TRIED_EACH = 64
 _REPLAY = "in a replay of {0} and layers after it, microbatch {1}"
 _CHANGED = (
     "a replay of {} gives something else than a run by Python: {}. Something that is no input of theirs has "
@@ -218,9 +220,11 @@ class TaskGraphs:
                 self._store.drop_unused(self._call.mode, self._call_number)
                 entry.span = self._captured(layers, place, leaves, treedef)
                 entry.is_tried = False
-            elif entry.span is not None and (not entry.is_tried or self._call.compares):
+            elif entry.span is not None and (
+                not entry.is_tried or self._call_number >= entry.tried_at + TRIED_EACH
+            ):
                 self._try(entry.span, microbatch, leaves, treedef, recomputes=recomputes)
-                entry.is_tried = True
+                entry.is_tried, entry.tried_at = True, self._call_number
         except NotCapturable as error:
             if entry.is_tried:
                 raise ImpureLayer(_CHANGED.format(_words(layers), error)) from None
