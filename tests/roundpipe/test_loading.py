@@ -17,7 +17,6 @@ from plain import assert_near
 from programs import COMMAND_LINE, ended
 from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained
 from roundpipe import wrap_model_to_roundpipe as wrap
-from rp_engine.planning import adaptive
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -95,7 +94,8 @@ def test_it_trains_as_the_model_that_transformers_loads(
     preset: bool,
 ) -> None:
     # Measured times would choose the plan of each by itself, and sums of bf16 gradients depend on the plan.
-    monkeypatch.setattr(adaptive, "_FIRST_SAMPLES", sys.maxsize)
+    monkeypatch.setattr("rp_sched.replanning.replanner.TRIAL", sys.maxsize)
+    monkeypatch.setattr("rp_engine.planning.adaptive._SAMPLES", sys.maxsize)
     folder = saved(tmp_path / "saved", model, max_shard_size="5KB" if files == "several" else "1GB")
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (files == "several")
     if files == "of the hub's cache":

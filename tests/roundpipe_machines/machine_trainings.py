@@ -20,7 +20,6 @@ from roundpipe import (
     wrap_model_to_roundpipe,
 )
 from roundpipe.optim import SGD, Adafactor, AdamW, Muon, clip_grad_norm_
-from rp_engine.planning import adaptive
 from torch import nn
 
 STEPS = 3
@@ -578,5 +577,8 @@ def run_all(runtime: Runtime) -> Found:
 
 def run_all_as_first_planned(runtime: Runtime) -> Found:
     """The same under plans that measured times do not change: they decide the order of sums."""
-    with mock.patch.object(adaptive, "_FIRST_SAMPLES", sys.maxsize):
+    with (
+        mock.patch("rp_sched.replanning.replanner.TRIAL", sys.maxsize),
+        mock.patch("rp_engine.planning.adaptive._SAMPLES", sys.maxsize),
+    ):
         return run_all(runtime)
