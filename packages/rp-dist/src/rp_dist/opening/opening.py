@@ -206,12 +206,13 @@ class Opening:
         while thread.is_alive() and time.monotonic() < self.deadline_s:
             thread.join(_POLL_S)
             control.raise_error()
+        # When a process ends, others' calls may fail a moment before it is known which one it was. And what `do`
+        # finds a moment late says more than that it was late.
+        control.wait(lambda: bool(results) or any(isinstance(each, DistError) for each in errors), GRACE_S)
         if results:
             return results[0]
         if errors and isinstance(errors[0], DistError):
             raise errors[0]
-        # When a process ends, others' calls may fail a moment before it is known which one it was.
-        control.wait(lambda: False, GRACE_S)
         control.give_up(culprit, _why(errors, self.timeout_s) + problem)
         control.raise_error()
         raise AssertionError("unreachable")
