@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 from rp_cli.estimate.advice import changes, workload_of
 from rp_cli.estimate.answer import as_json, as_text
 from rp_cli.estimate.foretell import Case, foretell
@@ -9,6 +12,8 @@ from rp_cli.estimate.hardware import machine_of
 from rp_cli.estimate.meta.meta_model import try_if_unusual
 from rp_cli.estimate.network import ONE_MACHINE
 from rp_cli.estimate.options import PlanOptions
+from rp_cli.hub.models import CONFIGURATION, fetched
+from rp_cli.hub.names import model_named
 
 
 def plan(options: PlanOptions) -> None:
@@ -16,6 +21,7 @@ def plan(options: PlanOptions) -> None:
 
     Raises `Refused` for a model or a machine that cannot be planned for.
     """
+    options = replace(options, model=_file(options.model))
     try_if_unusual(options.model)
     workload = workload_of(options)
     network = options.network or ONE_MACHINE
@@ -23,3 +29,9 @@ def plan(options: PlanOptions) -> None:
     answer = foretell(case)
     show = as_json if options.json else as_text
     print(show(answer, changes(options, answer)), flush=True)
+
+
+def _file(path: Path) -> Path:
+    """Return the configuration of a model on the hub, or the given one."""
+    name = model_named(path)
+    return path if name is None else fetched("--model", name, CONFIGURATION) / CONFIGURATION[0]

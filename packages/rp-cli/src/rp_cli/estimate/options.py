@@ -11,6 +11,7 @@ from rp_trainer.errors import Refused
 
 from rp_cli.estimate.cards import CARDS, Card, card_named
 from rp_cli.estimate.network import Network
+from rp_cli.hub.names import model_named
 from rp_cli.options import shared
 from rp_cli.options.declared import Default, Reading, option
 from rp_cli.options.kinds import FLAG, TEXT, Kind, number, parsed, path, positive, whole
@@ -37,9 +38,14 @@ _RATE = positive("RATE", "a number above 0, such as 25", least=1e-6, most=1e9)
 
 def _config_file(flag: str, text: str) -> Path:
     given = path().read(flag, text)
+    if model_named(given) is not None:
+        return given
     file = given / "config.json" if given.is_dir() else given
     if not file.is_file():
-        raise Refused(f"{flag} must be the folder of a checkpoint, or its config.json, but there is no {file}")
+        raise Refused(
+            f"{flag} must be the folder of a checkpoint, its config.json, or a name on the hub such as "
+            f"Qwen/Qwen3-8B, but there is no {file}"
+        )
     return file
 
 
@@ -79,7 +85,7 @@ def _switches(flag: str, text: str) -> tuple[int, ...]:
 
 
 def _no_model(_: Reading) -> NoReturn:
-    raise Refused("--model must be given: the folder of a checkpoint, or its config.json")
+    raise Refused("--model must be given: the folder of a checkpoint, its config.json, or a name on the hub")
 
 
 def _devices(others: Reading) -> str | None:
@@ -110,7 +116,9 @@ class PlanOptions:
     """
 
     model: Path = option(
-        "the folder of a checkpoint, or its config.json", Kind("PATH", _config_file), Default(_no_model)
+        "the folder of a checkpoint, its config.json, or a name on the hub",
+        Kind("PATH", _config_file),
+        Default(_no_model),
     )
     card: Card | None = option(
         "such as 'RTX 4090', or memory=24GB,link=25,tflops=165",

@@ -16,6 +16,7 @@ from torch import nn
 
 from rp_cli.estimate.meta.meta_model import config_of, try_if_unusual
 from rp_cli.finetune.options import ALL_LINEAR, FineTuning
+from rp_cli.hub.models import called
 from rp_cli.strangers.code import told
 from rp_cli.strangers.refusing import refusing, refusing_all
 
@@ -43,20 +44,23 @@ def config_file(options: FineTuning) -> Path:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise Refused(
-            f"--model must be a folder with a model, or a config.json, but there is no {file}; `hf download NAME "
-            "--local-dir FOLDER` downloads a model from the hub"
+            "--model must be a folder with a model, a config.json, or a name on the hub such as Qwen/Qwen3-8B, "
+            f"but there is no {file}; `hf download NAME --local-dir FOLDER` downloads a model from the hub"
         )
     return file
 
 
 def check_model(options: FineTuning) -> None:
-    """Raise `Refused` unless the configuration can be used and all weight files are whole; no weight is read."""
-    file = config_file(options)
+    """Raise `Refused` unless the configuration can be used."""
+    config_of(config_file(options), is_stored=options.pack == STORED)
+
+
+def check_weights(options: FineTuning) -> None:
+    """Raise `Refused` unless all weight files are whole; no weight is read."""
     with refusing("--model: "):
         if options.model.is_dir():
             has_weights(options)
             check_checkpoint(options.model)
-    config_of(file, is_stored=options.pack == STORED)
 
 
 def has_weights(options: FineTuning) -> bool:
@@ -116,7 +120,7 @@ def wrapped(options: FineTuning, runtime: Runtime, num_microbatch: int) -> Round
     `HostMemoryShort`.
     """
     wrapping: dict[str, Any] = {
-        "name": options.model.name,
+        "name": called(options.model),
         "use_sequential_preset": True,
         "optim_dtype": getattr(torch, options.optim_dtype),
         "master": options.master,

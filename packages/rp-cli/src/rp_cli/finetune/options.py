@@ -168,7 +168,9 @@ class FineTuning:
     profile: Path | None = option(
         "a new file for a trace of the training steps, for Perfetto", path(is_utf8=True), shown="nowhere"
     )
-    data: tuple[Path, ...] | None = option("files, or folders of them: text, JSONL, Parquet", several(path()))
+    data: tuple[Path, ...] | None = option(
+        "files, or folders of them: text, JSONL, Parquet; or names on the hub, OWNER/NAME[:SPLIT]", several(path())
+    )
     overwrite: bool = option(
         "replace the run that is in --output, and the trace of --profile", FLAG, False, is_free=True
     )
@@ -180,7 +182,7 @@ class FineTuning:
         shown="--sync",
     )
     model: Path = _tuning(
-        "a folder with a model; without weights, or a config.json: random weights",
+        "a folder with a model; without weights, or a config.json: random weights; or a name on the hub",
         path(),
         Default(lambda _: str(TINY)),
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from roundpipe import Runtime
+from roundpipe import RoundPipe, Runtime
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning import Evaluation, InFolder, Outcome, Report, taken
 from rp_trainer.finetuning import fine_tune as train
@@ -24,11 +24,13 @@ from rp_cli.finetune.data.library import library_source
 from rp_cli.finetune.data.reading import read_all
 from rp_cli.finetune.data.tokens import Documents, held_out
 from rp_cli.finetune.devices import fitted, opened
+from rp_cli.finetune.fetching import fetch_weights, is_on_hub, without_names
 from rp_cli.finetune.forecast import foretold, summary, vocabulary_of
 from rp_cli.finetune.model import (
     check_folders,
     check_lora,
     check_model,
+    check_weights,
     has_weights,
     loader_of,
     pad_of,
@@ -100,7 +102,11 @@ def _fine_tune(given: FineTuning, processes: Processes, folder: Folder | None) -
         options = replace(options, profile=None, report=())
         without_bars()
     with opened(str(options.devices), processes) as runtime:
-        outcome = _train(options, tokenizer, data, runtime, processes, folder)
+        count, plan = _planned(options, data, runtime, processes)
+        # Last: they are large, and all else is known to be usable.
+        processes.all(lambda: _fetch_weights(given, options))
+        print(f"{_beginning(given, options)}{_described(options, data)}\n{plan}", flush=True)
+        outcome = _train(options, tokenizer, data, wrapped(options, runtime, count), processes, folder)
     _tell(outcome)
 
 
@@ -114,9 +120,27 @@ def _inputs(given: FineTuning) -> tuple[FineTuning, Any, Data]:
     """Return the options for this machine, the tokenizer, and the tokenized data."""
     options = fitted(given)
     _check_installed(options)
+    options = without_names(options)
     check_folders(options)
     check_model(options)
+    if not is_on_hub(given):
+        check_weights(options)
     return options, *_read(options)
+
+
+def _fetch_weights(given: FineTuning, options: FineTuning) -> None:
+    if is_on_hub(given):
+        fetch_weights(given, options.model)
+        check_weights(options)
+
+
+def _beginning(given: FineTuning, options: FineTuning) -> str:
+    """Return a line on where the weights come from, unless they are those in the given folder."""
+    if options.is_small:
+        return "the small model that comes with this command starts from random weights\n"
+    if is_on_hub(given):
+        return f"{given.model} of the hub, commit {options.model.name:.12}\n"
+    return "" if has_weights(options) else f"random weights: {options.model} has none\n"
 
 
 def _facts(options: FineTuning, data: Data) -> dict[str, Any]:
@@ -207,15 +231,8 @@ def _described(options: FineTuning, data: Data) -> str:
 
 
 def _train(
-    options: FineTuning, tokenizer: Any, data: Data, runtime: Runtime, processes: Processes, folder: Folder | None
+    options: FineTuning, tokenizer: Any, data: Data, model: RoundPipe, processes: Processes, folder: Folder | None
 ) -> Outcome:
-    count, plan = _planned(options, data, runtime, processes)
-    if options.is_small:
-        print("the small model that comes with this command starts from random weights", flush=True)
-    elif not has_weights(options):
-        print(f"random weights: {options.model} has none", flush=True)
-    print(f"{_described(options, data)}\n{plan}", flush=True)
-    model = wrapped(options, runtime, count)
     check_causality(model, vocabulary_of(model.named_model), is_packed=options.packing)
     settings = settings_of(options, data.steps)
 

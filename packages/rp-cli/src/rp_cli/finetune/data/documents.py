@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from rp_presets import special_kind
 from rp_trainer.errors import Refused
@@ -19,6 +19,8 @@ from rp_cli.strangers.limited import Unlimited
 
 JSON_LINES = frozenset({".jsonl", ".ndjson", ".json"})
 PARQUET = ".parquet"
+# As `datasets` keeps what it has downloaded.
+ARROW = ".arrow"
 TEXTS = frozenset({".txt", ".md", ".text"})
 _SHAPES = "'messages', 'prompt' and 'completion', or 'text'"
 
@@ -132,7 +134,9 @@ def _samples(option: str, file: Path) -> Iterator[Sample]:
     if file.suffix.lower() in JSON_LINES:
         return _of_lines(option, file)
     if file.suffix.lower() == PARQUET:
-        return _of_parquet(option, file)
+        return _of_table(option, file, "Parquet")
+    if file.suffix.lower() == ARROW:
+        return _of_table(option, file, "Arrow")
     return iter([Text(str(file), _decoded(option, str(file), _content(option, file)))])
 
 
@@ -192,19 +196,22 @@ def _check_pairs(place: str, value: object) -> None:
         raise Refused(f"{place} must be text, but has half of a surrogate pair ({half})") from None
 
 
-def _of_parquet(option: str, file: Path) -> Iterator[Sample]:
+def _of_table(option: str, file: Path, form: Literal["Parquet", "Arrow"]) -> Iterator[Sample]:
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError:
-        raise Refused(f"{option} {file} is Parquet, which needs datasets: pip install datasets") from None
+        raise Refused(f"{option} {file} is {form}, which needs datasets: pip install datasets") from None
     log = logging.getLogger("datasets")
     level = log.level
     try:
         # datasets also prints the errors that it raises.
         log.setLevel(logging.CRITICAL)
-        rows: Iterable[Mapping[str, Any]] = datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
+        of = datasets.Dataset
+        rows: Iterable[Mapping[str, Any]] = (
+            of.from_parquet(str(file), keep_in_memory=True) if form == "Parquet" else of.from_file(str(file))
+        )
     except Exception as error:  # readers may raise errors of many libraries
-        raise Refused(f"{option} {file} cannot be read as Parquet: {error}") from error
+        raise Refused(f"{option} {file} cannot be read as {form}: {error}") from error
     finally:
         log.setLevel(level)
     for number, row in enumerate(rows, 1):

@@ -1,0 +1,63 @@
+"""Put folders and files of the hub's cache in the place of names on the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rp_trainer.errors import Refused
+
+from rp_cli.finetune.options import FineTuning
+from rp_cli.hub.data_sets import fetched_split
+from rp_cli.hub.models import SMALL_FILES, WEIGHTS, fetched
+from rp_cli.hub.names import data_named, model_named
+
+
+def without_names(given: FineTuning) -> FineTuning:
+    """Return the options with paths instead of names. Of the model all but the weights is there then.
+
+    Raises `Refused` for what can neither be downloaded nor found in the cache.
+    """
+    return replace(
+        given,
+        model=_model("--model", given.model),
+        tokenizer=None if given.tokenizer is None else _model("--tokenizer", given.tokenizer),
+        data=_data("--data", given.data),
+        eval_data=_data("--eval-data", given.eval_data),
+    )
+
+
+def is_on_hub(given: FineTuning) -> bool:
+    """Return whether the model is given by its name on the hub."""
+    return model_named(given.model) is not None
+
+
+def fetch_weights(given: FineTuning, folder: Path) -> None:
+    """Download the weights of a model on the hub, of the same commit as the files in its folder of the cache.
+
+    Raises `Refused` if it has none in safetensors files: others are not read.
+    """
+    name = model_named(given.model)
+    if name is None:
+        return
+    fetched("--model", replace(name, revision=folder.name), WEIGHTS)
+    if not any(folder.glob("*.safetensors")):
+        raise Refused(
+            f"--model {name.repository} has no safetensors files on the hub, and others are not read; name a "
+            "model that has"
+        )
+
+
+def _model(option: str, path: Path) -> Path:
+    name = model_named(path)
+    return path if name is None else fetched(option, name, SMALL_FILES)
+
+
+def _data(option: str, paths: Sequence[Path] | None) -> tuple[Path, ...] | None:
+    return None if paths is None else tuple(file for path in paths for file in _files(option, path))
+
+
+def _files(option: str, path: Path) -> Sequence[Path]:
+    name = data_named(path)
+    return (path,) if name is None else fetched_split(option, name)

@@ -1,0 +1,58 @@
+"""Download a split of a data set on the hub, or find it in the cache of `datasets`, as Arrow files."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rp_presets import brief
+from rp_trainer.errors import Refused
+
+from rp_cli.hub.models import refusing_hub
+from rp_cli.hub.names import HubName
+
+
+def fetched_split(option: str, name: HubName) -> tuple[Path, ...]:
+    """Return the Arrow files of a split, in order.
+
+    The caches and offline modes are those of `datasets` (``HF_HOME``, ``HF_DATASETS_CACHE``, ``HF_HUB_OFFLINE``).
+    Code of a data set is never run: `datasets` has refused it since its version 4.
+
+    Raises `Refused` for a data set that cannot be had, and a configuration or a split that it has not.
+    """
+    datasets = _library(option, name)
+    with refusing_hub(option, name, "data set"), _refusing_data(option, name, datasets.exceptions):
+        split = datasets.load_dataset(
+            name.repository, name.configuration, split=name.split, revision=name.revision
+        )
+    return tuple(Path(file["filename"]) for file in split.cache_files)
+
+
+def _library(option: str, name: HubName) -> Any:  # Any: an extra, which may be missing
+    try:
+        return importlib.import_module("datasets")
+    except ImportError:
+        raise Refused(
+            f"{option} {name.repository} is on the hub, which needs datasets: pip install datasets"
+        ) from None
+
+
+@contextmanager
+def _refusing_data(option: str, name: HubName, exceptions: Any) -> Generator[None]:
+    """Raise `Refused` for what `datasets` says, such as which configurations and splits there are."""
+    try:
+        yield
+    except exceptions.DatasetNotFoundError as error:
+        raise Refused(
+            f"{option} {name.repository} is neither a path here nor a data set on the hub that you may read; "
+            "check its name and, if it is private or gated, run `hf auth login`"
+        ) from error
+    # What code of a data set raises, too: it is not run.
+    except (exceptions.DatasetsError, ValueError, RuntimeError) as error:
+        raise Refused(
+            f"{option} {name.repository} cannot be read: {brief(error)}; a data set's configuration and split are "
+            f"named as in {name.repository}:CONFIGURATION:SPLIT"
+        ) from error
