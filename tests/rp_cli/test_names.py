@@ -152,6 +152,17 @@ def test_what_the_hub_has_not_is_said_in_a_line(
     assert said in refused(capsys, "train", *usual, *options[-2:])
 
 
+@pytest.mark.usefixtures("hub")
+def test_versions_of_datasets_that_run_code_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(datasets, "__version__", "3.6.0")
+
+    said = refused(capsys, "train", "--model", "tiny/llama", "--data", "tiny/texts", "--output", "run")
+
+    assert "needs datasets 4 or newer, but 3.6.0 is installed, which runs code of data sets" in said
+
+
 @pytest.mark.usefixtures("offline")
 def test_offline_the_cache_is_used(tmp_path: Path) -> None:
     finetuning.json_lines(tmp_path / "texts.jsonl", finetuning.texts())

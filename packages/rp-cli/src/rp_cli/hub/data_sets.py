@@ -14,12 +14,15 @@ from rp_trainer.errors import Refused
 from rp_cli.hub.models import refusing_hub
 from rp_cli.hub.names import HubName
 
+# The first version of `datasets` that runs no code of data sets.
+_WITHOUT_CODE = 4
+
 
 def fetched_split(option: str, name: HubName) -> tuple[Path, ...]:
     """Return the Arrow files of a split, in order.
 
     The caches and offline modes are those of `datasets` (``HF_HOME``, ``HF_DATASETS_CACHE``, ``HF_HUB_OFFLINE``).
-    Code of a data set is never run: `datasets` has refused it since its version 4.
+    Code of a data set is never run: earlier versions of `datasets`, which do, are refused.
 
     Raises `Refused` for a data set that cannot be had, and a configuration or a split that it has not.
     """
@@ -33,11 +36,17 @@ def fetched_split(option: str, name: HubName) -> tuple[Path, ...]:
 
 def _library(option: str, name: HubName) -> Any:  # Any: an extra, which may be missing
     try:
-        return importlib.import_module("datasets")
+        datasets: Any = importlib.import_module("datasets")
     except ImportError:
         raise Refused(
             f"{option} {name.repository} is on the hub, which needs datasets: pip install datasets"
         ) from None
+    if int(datasets.__version__.partition(".")[0]) < _WITHOUT_CODE:
+        raise Refused(
+            f"{option} {name.repository} needs datasets {_WITHOUT_CODE} or newer, but {datasets.__version__} is "
+            "installed, which runs code of data sets: pip install -U datasets"
+        )
+    return datasets
 
 
 @contextmanager
