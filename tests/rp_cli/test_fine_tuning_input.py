@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from collections.abc import Iterator
@@ -43,15 +44,26 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finetuning.json_lines(here / "questions.jsonl", [{"messages": [{"role": "user", "content": "one"}]}])
     finetuning.json_lines(here / "names.jsonl", [*finetuning.texts(2), {"txt": "one"}])
     finetuning.json_lines(here / "numbers.jsonl", [{"prompt": 1, "completion": "one"}])
-    finetuning.json_lines(here / "lists.jsonl", [{"prompt": [], "completion": []}])
+    finetuning.json_lines(here / "lists.jsonl", [{"prompt": [], "completion": "one"}])
     finetuning.json_lines(here / "hollow.jsonl", [{"prompt": "one", "completion": ""}])
     finetuning.json_lines(here / "roles.jsonl", [{"messages": [{"content": "one"}]}])
-    parts = {"role": "user", "content": [{"type": "text", "text": "one"}]}
+    parts = {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "image", "url": "cat.png"}]}
     finetuning.json_lines(here / "parts.jsonl", [{"messages": [parts]}])
     finetuning.json_lines(here / "null.jsonl", [{"messages": [{"role": "user", "content": None}]}])
     (here / "half.jsonl").write_text('{"text": "one \\ud83d\\ude00"}\n{"text": "one \\uD83D"}\n')
     finetuning.json_lines(here / "silent.jsonl", [{"messages": []}])
-    (here / "array.json").write_text('[{"text": "one"},\n{"text": "two"}]')
+    (here / "array.jsonl").write_text('[{"text": "one"},\n{"text": "two"}]')
+    (here / "torn.json").write_text('[{"text": "one"},\n{"text": "two"')
+    (here / "mixed.json").write_text('[{"text": "one"}, "two"]')
+    (here / "spoken.jsonl").write_text('{"conversations": [{"from": "narrator", "value": "one"}]}')
+    finetuning.json_lines(here / "chosen.jsonl", [{"prompt": "one", "chosen": "two", "rejected": "three"}])
+    finetuning.json_lines(here / "long.jsonl", [{"prompt": "the cat " * n, "completion": "sat"} for n in (20, 30)])
+    (here / "ragged.csv").write_text("text,id\none,1\ntwo\n")
+    (here / "twice.csv").write_text("text,text\none,two\n")
+    (here / "latin.csv").write_bytes(b"text\n\xe9\n")
+    (here / "open.csv").write_bytes(b'text\n"one\n')
+    (here / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n' * 99)[:-9])
+    (here / "none.jsonl.gz").write_bytes(b'{"text": "one"}')
     (here / "broken.jsonl").write_text('{"text": "one"}\n{"text": ')
     (here / "latin.jsonl").write_bytes(b'{"text": "\xe9"}')
     (here / "latin.txt").write_bytes(b"\xe9")
@@ -94,12 +106,31 @@ WRONG = {
     "a text in Latin-1": (["--data", "latin.txt"], "must be in UTF-8"),
     "a line in Latin-1": (["--data", "latin.jsonl"], "latin.jsonl:1 must be in UTF-8"),
     "a broken line": (["--data", "broken.jsonl"], "broken.jsonl:2 must be one JSON object"),
-    "a list of objects": (["--data", "array.json"], "write one object a line"),
+    "a list of objects": (["--data", "array.jsonl"], "write one object a line, or name the file .json"),
+    "a list that is cut": (["--data", "torn.json"], "torn.json must be a list of JSON objects, but is not"),
+    "a list of other things": (
+        ["--data", "mixed.json"],
+        "mixed.json, object 2 must be a JSON object, but is a str",
+    ),
+    "an unknown speaker": (["--data", "spoken.jsonl"], "'from' must be one of human, user, gpt"),
+    "pairs to choose of": (["--data", "chosen.jsonl"], "which the trainers learn from"),
+    "all cut away": (
+        ["--data", "long.jsonl", "--completions-only"],
+        "what is learned begins after 24 tokens in all 2 samples, where they are cut; --sequence 43 leaves "
+        "something of one of them, --sequence 63 of all",
+    ),
+    "a row with too few fields": (["--data", "ragged.csv"], "ragged.csv:3 must have 2 fields"),
+    "a column twice": (["--data", "twice.csv"], "must name each column once in its first line"),
+    "a table in Latin-1": (["--data", "latin.csv"], "latin.csv must be in UTF-8"),
+    "an open quote": (["--data", "open.csv"], "open.csv cannot be read as a table: unexpected end of data"),
+    "a compressed file that is cut": (["--data", "cut.jsonl.gz"], "cut.jsonl.gz is damaged"),
+    "a compressed file that is none": (["--data", "none.jsonl.gz"], "none.jsonl.gz cannot be read (Not a gzip"),
+    "nothing but bad rows": (["--data", "numbers.jsonl", "--skip-bad-rows"], "1 bad rows, --data numbers.jsonl:1"),
     "unknown names": (["--data", "names.jsonl"], "names.jsonl:3 must have 'messages', 'prompt'"),
     "a prompt that is a number": (["--data", "numbers.jsonl"], "'prompt' must be text, but is a int"),
     "a prompt that is a list": (["--data", "lists.jsonl"], "write conversations as 'messages'"),
     "messages without roles": (["--data", "roles.jsonl"], "each message must have a 'role'"),
-    "contents in parts": (["--data", "parts.jsonl"], "must be text, but one is [{'type': 'text'"),
+    "contents in parts": (["--data", "parts.jsonl"], "or parts of type 'text', but one is {'type': 'image'"),
     "no content": (["--data", "null.jsonl"], "each message must have a 'role' and a 'content'"),
     "half of a character": (["--data", "half.jsonl"], "half.jsonl:2 must be text, but has half of a surrogate"),
     "no messages": (["--data", "silent.jsonl"], "a list of at least one message"),

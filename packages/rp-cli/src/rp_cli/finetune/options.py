@@ -169,7 +169,8 @@ class FineTuning:
         "a new file for a trace of the training steps, for Perfetto", path(is_utf8=True), shown="nowhere"
     )
     data: tuple[Path, ...] | None = option(
-        "files, or folders of them: text, JSONL, Parquet; or names on the hub, OWNER/NAME[:SPLIT]", several(path())
+        "files, or folders of them: text, JSON, CSV, Parquet; or names on the hub, OWNER/NAME[:SPLIT]",
+        several(path()),
     )
     overwrite: bool = option(
         "replace the run that is in --output, and the trace of --profile", FLAG, False, is_free=True
@@ -246,6 +247,7 @@ class FineTuning:
     completions_only: bool = _tuning(
         "learn completions and what the assistant says, instead of everything", FLAG, False
     )
+    skip_bad_rows: bool = _tuning("omit rows of the data that cannot be used, and tell which", FLAG, False)
     compile: bool = _tuning("compile the layers", FLAG, False, is_free=True)
     resume: bool = _tuning(
         "go on from the newest whole checkpoint in --output",

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rp_trainer.errors import Refused
-from rp_trainer.finetuning.files import earlier_options
+from rp_trainer.finetuning.files import earlier_options, has_run
 
 from rp_cli.finetune.options import FineTuning
 from rp_cli.options.declared import declared
 
 # The values in runs from before an option existed.
-_EARLIER_DEFAULTS = {"optimizer_state": "fp32"}
+_EARLIER_DEFAULTS: dict[str, Any] = {"optimizer_state": "fp32", "skip_bad_rows": False}
+# Where options.json has the time that chat templates see.
+CLOCK = "clock"
+
+
+def clock_of(options: FineTuning) -> datetime:
+    """Return the time that chat templates see: when the run began, so that a resumed one makes the same tokens."""
+    if options.output is None or not (options.resume and has_run(options.output)):
+        return datetime.now()
+    # Runs of earlier versions had the time of each command.
+    began: str | None = earlier_options(options.output).get(CLOCK)
+    return datetime.now() if began is None else datetime.fromisoformat(began)
 
 
 def check_same(options: FineTuning, folder: Path, digest: str) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from rp_trainer.processes import ALONE, Processes
 from rp_cli.finetune.causality import check_causality
 from rp_cli.finetune.data.batches import Sequences, Steps
 from rp_cli.finetune.data.library import library_source
-from rp_cli.finetune.data.reading import read_all
+from rp_cli.finetune.data.reading import Manner, read_all
 from rp_cli.finetune.data.tokens import Documents, held_out
 from rp_cli.finetune.devices import fitted, opened
 from rp_cli.finetune.fetching import fetch_weights, is_on_hub, without_names
@@ -40,7 +41,7 @@ from rp_cli.finetune.model import (
 )
 from rp_cli.finetune.options import FineTuning
 from rp_cli.finetune.places import check_places
-from rp_cli.finetune.resumed import check_same
+from rp_cli.finetune.resumed import CLOCK, check_same, clock_of
 from rp_cli.options.declared import declared
 from rp_cli.telling.console import Progress
 from rp_cli.telling.streams import telling
@@ -52,7 +53,11 @@ NAMES = Names(**_FLAGS, folder="--output", same_call="the same command with")
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The data to train on and to evaluate on. `digest`: of all data. `steps`: of the whole training."""
+    """The data to train on and to evaluate on.
+
+    `digest`: of all data. `steps`: of the whole training. `clock`: the time that chat templates saw. `notes`: what
+    else users are told of it.
+    """
 
     training: Documents
     batches: Steps
@@ -60,6 +65,8 @@ class Data:
     sequences: Sequences
     digest: str
     steps: int
+    clock: datetime
+    notes: Sequence[str]
 
 
 def fine_tune(given: FineTuning, processes: Processes | None = None) -> None:
@@ -93,7 +100,9 @@ def _taken(given: FineTuning, processes: Processes) -> Any:
 
 
 def _fine_tune(given: FineTuning, processes: Processes, folder: Folder | None) -> None:
-    options, tokenizer, data = processes.all(lambda: _inputs(given))
+    # The first machine's, so that all make the same tokens.
+    clock = datetime.fromisoformat(processes.lead(lambda: clock_of(given).isoformat()))
+    options, tokenizer, data = processes.all(lambda: _inputs(given, clock))
     processes.same(_facts(options, data))
     if processes.lead(lambda: _is_finished(options, data)):
         print(f"the run in {options.output} is finished; nothing is left to do", flush=True)
@@ -116,7 +125,7 @@ def _tell(outcome: Outcome) -> None:
         print(f"held-out loss {outcome.held_out[0]:.2f} -> {outcome.held_out[outcome.steps]:.2f}", flush=True)
 
 
-def _inputs(given: FineTuning) -> tuple[FineTuning, Any, Data]:
+def _inputs(given: FineTuning, clock: datetime) -> tuple[FineTuning, Any, Data]:
     """Return the options for this machine, the tokenizer, and the tokenized data."""
     options = fitted(given)
     _check_installed(options)
@@ -125,7 +134,7 @@ def _inputs(given: FineTuning) -> tuple[FineTuning, Any, Data]:
     check_model(options)
     if not is_on_hub(given):
         check_weights(options)
-    return options, *_read(options)
+    return options, *_read(options, clock)
 
 
 def _fetch_weights(given: FineTuning, options: FineTuning) -> None:
@@ -168,25 +177,39 @@ def _check_installed(options: FineTuning) -> None:
 # Data
 
 
-def _read(options: FineTuning) -> tuple[Any, Data]:
+def _read(options: FineTuning, clock: datetime) -> tuple[Any, Data]:
     """Return the tokenizer and the tokenized data."""
     given = [("--data", library_source() if options.data is None else options.data)]
     if options.eval_data is not None:
         given.append(("--eval-data", options.eval_data))
     load = loader_of(options)
-    tokenizer, (training, *others) = read_all(
-        load, given, sequence=options.sequence, completions_only=options.completions_only
-    )
-    return tokenizer, _data(options, tokenizer, training, others[0] if others else None)
+    manner = Manner(options.sequence, options.completions_only, options.skip_bad_rows, clock)
+    tokenizer, (training, *others) = read_all(load, given, manner)
+    for (option, paths), documents in zip(given, (training, *others), strict=True):
+        _check_some(f"{option} {', '.join(map(str, paths))}", options.sequence, documents)
+    return tokenizer, _data(options, tokenizer, training, others[0] if others else None, clock)
 
 
-def _data(options: FineTuning, tokenizer: Any, training: Documents, evaluated: Documents | None) -> Data:
-    if not training.all:
+def _check_some(what: str, sequence: int, documents: Documents) -> None:
+    """Refuse data that leaves nothing to learn, with what would help."""
+    if documents.all:
+        return
+    counts, notes = documents.counts, documents.notes
+    if counts.needs is not None:
+        least, most = counts.needs
         raise Refused(
-            f"--data {', '.join(map(str, options.data or ()))} has no samples; name files that hold some"
+            f"{what}: what is learned begins after {sequence} tokens in all {counts.samples:,} samples, "
+            f"where they are cut; --sequence {least} leaves something of one of them, --sequence {most} of all"
         )
-    if evaluated is not None and not evaluated.all:
-        raise Refused("--eval-data has no samples; name files that hold some")
+    if notes.skipped:
+        raise Refused(f"{what} has no samples that can be used: {notes.skipped:,} bad rows, {notes.reasons[0]}")
+    raise Refused(f"{what} has no samples; name files that hold some")
+
+
+def _data(
+    options: FineTuning, tokenizer: Any, training: Documents, evaluated: Documents | None, clock: datetime
+) -> Data:
+    notes = [*training.notes.lines("--data"), *(evaluated.notes.lines("--eval-data") if evaluated else ())]
     if evaluated is None and options.held_out:
         training, evaluated = held_out(training, options.held_out)
     pad = pad_of(tokenizer)
@@ -198,7 +221,7 @@ def _data(options: FineTuning, tokenizer: Any, training: Documents, evaluated: D
     digest = training.digest() if evaluated is None else f"{training.digest()} {evaluated.digest()}"
     steps = options.steps or batches.in_epochs(options.epochs or 1)
     largest = max(training.largest, 0 if evaluated is None else evaluated.largest, pad)
-    return Data(replace(training, largest=largest), batches, evaluation, sequences, digest, steps)
+    return Data(replace(training, largest=largest), batches, evaluation, sequences, digest, steps, clock, notes)
 
 
 def _sequences(options: FineTuning, documents: Documents) -> Sequences:
@@ -215,11 +238,17 @@ def _described(options: FineTuning, data: Data) -> str:
         f"which are learned, {form} {rows:,} sequences of {options.sequence}{filled}"
     ]
     if counts.longer:
-        lost = f"; {counts.lost} have nothing left to learn and are omitted" if counts.lost else ""
+        lost = ""
+        if counts.needs is not None:
+            lost = (
+                f"; {counts.lost} have nothing left to learn and are omitted, which --sequence {counts.needs[1]} "
+                "would not do"
+            )
         lines.append(
             f"{counts.longer:,} samples are longer than --sequence {options.sequence}: texts continue in further "
             f"sequences, others are cut{lost}"
         )
+    lines += data.notes
     if not documents.has_end:
         lines.append("the tokenizer has no token for the end of a text, so texts end without one")
     epochs = data.steps * data.batches.rows / rows
@@ -237,7 +266,7 @@ def _train(
     settings = settings_of(options, data.steps)
 
     def kept_in(folder: Folder) -> InFolder:
-        facts = {**options.jsonable(), "data_digest": data.digest}
+        facts = {**options.jsonable(), "data_digest": data.digest, CLOCK: data.clock.isoformat()}
         return InFolder(folder, partial(save_model, model, tokenizer), options=facts)
 
     def reports(done: int) -> Iterator[Report]:

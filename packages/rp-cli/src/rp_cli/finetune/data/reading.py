@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rp_cli.finetune.data.documents import read_samples
+from rp_cli.finetune.data.notes import Notes
+from rp_cli.finetune.data.rows.documents import read_samples
 from rp_cli.finetune.data.tokens import Counts, Document, Documents, Reader
 from rp_cli.strangers.limited import Budget, limited
 
@@ -19,9 +21,17 @@ _LENGTH = "q"
 _HINT = "name another --tokenizer, or leave this out of the data"
 
 
-def read_all(
-    load: Callable[[], Any], given: Sequence[Given], *, sequence: int, completions_only: bool
-) -> tuple[Any, list[Documents]]:
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How data is read. `clock`: the time that chat templates see. `skips_bad_rows`: instead of refusing them."""
+
+    sequence: int
+    completions_only: bool
+    skips_bad_rows: bool = False
+    clock: datetime | None = None
+
+
+def read_all(load: Callable[[], Any], given: Sequence[Given], manner: Manner) -> tuple[Any, list[Documents]]:
     """Return the tokenizer, and the documents of each of the given options.
 
     `load`: returns the tokenizer; called in the limited process first, then, if that could load it, in this one.
@@ -36,8 +46,7 @@ def read_all(
         tokenizer = load()
         yield b""
         for option, paths in given:
-            reader = Reader(tokenizer, sequence=sequence, completions_only=completions_only, budget=budget)
-            yield from _sent(reader, option, paths, budget)
+            yield from _sent(_reader(tokenizer, manner, budget), option, paths, budget)
 
     messages = limited("the tokenizer, or its chat template,", _HINT, work)
     next(messages)
@@ -48,22 +57,34 @@ def read_all(
     return tokenizer, read
 
 
+def _reader(tokenizer: Any, manner: Manner, budget: Budget) -> Reader:
+    return Reader(
+        tokenizer,
+        sequence=manner.sequence,
+        completions_only=manner.completions_only,
+        clock=manner.clock,
+        budget=budget,
+        notes=Notes(manner.skips_bad_rows),
+    )
+
+
 def _sent(reader: Reader, option: str, paths: Sequence[Path], budget: Budget) -> Iterator[bytes]:
     counts = Counts()
-    for documents in reader.pieces(read_samples(option, paths, budget), counts):
+    for documents in reader.pieces(read_samples(option, paths, budget, reader.notes), counts):
         if documents:
             yield _encoded(documents)
     yield b""
-    yield json.dumps({**asdict(counts), "has_end": reader.has_end}).encode()
+    facts = {"counts": asdict(counts), "notes": asdict(reader.notes), "has_end": reader.has_end}
+    yield json.dumps(facts).encode()
 
 
 def _received(messages: Iterator[bytes]) -> Documents:
     documents: list[Document] = []
     while message := next(messages):
         documents += _decoded(message)
-    counts: dict[str, Any] = json.loads(next(messages))
-    has_end = counts.pop("has_end")
-    return Documents.of(documents, Counts(**counts), has_end=has_end)
+    facts: dict[str, Any] = json.loads(next(messages))
+    counts, notes = Counts(**facts["counts"]), Notes(**facts["notes"])
+    return Documents.of(documents, counts, has_end=facts["has_end"], notes=notes)
 
 
 def _encoded(documents: Sequence[Document]) -> bytes:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from itertools import islice
 from typing import Any
 
@@ -14,8 +15,9 @@ from rp_trainer.errors import Refused
 from rp_trainer.finetuning.batches import IGNORED
 from torch import Tensor
 
-from rp_cli.finetune.data.chat import ChatTemplate
-from rp_cli.finetune.data.documents import Chat, Completion, Sample, Text, bytes_of
+from rp_cli.finetune.data.chat.turns import ChatTemplate
+from rp_cli.finetune.data.notes import Notes
+from rp_cli.finetune.data.samples import Chat, Completion, Sample, Text, bytes_of
 from rp_cli.strangers.limited import Unlimited
 from rp_cli.strangers.refusing import refusing_all
 
@@ -56,11 +58,21 @@ class Document:
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of samples. `longer`: longer than a sequence. `lost`: those of them with nothing left to learn."""
+    """Counts of samples. `longer`: longer than a sequence. `lost`: those of them with nothing left to learn.
+
+    `needs`: the shortest sequences that would leave something to learn of one of the lost samples, and of all.
+    """
 
     samples: int = 0
     longer: int = 0
     lost: int = 0
+    needs: tuple[int, int] | None = field(default=None, compare=False)
+
+    def lose(self, needed: int) -> None:
+        """Count a sample of which a sequence of `needed` tokens would leave something to learn."""
+        least, most = self.needs or (needed, needed)
+        self.lost += 1
+        self.needs = min(least, needed), max(most, needed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +83,7 @@ class Documents:
     counts: Counts
     has_end: bool = True
     largest: int = field(default=0)
+    notes: Notes = field(default_factory=Notes)
 
     @property
     def lengths(self) -> list[int]:
@@ -88,9 +101,12 @@ class Documents:
         return sum(document.labels for document in self.all)
 
     @classmethod
-    def of(cls, documents: Sequence[Document], counts: Counts, *, has_end: bool) -> Documents:
+    def of(
+        cls, documents: Sequence[Document], counts: Counts, *, has_end: bool, notes: Notes | None = None
+    ) -> Documents:
         """Return documents with their largest token."""
-        return cls(documents, counts, has_end, max((max(one.tokens) for one in documents), default=0))
+        largest = max((max(one.tokens) for one in documents), default=0)
+        return cls(documents, counts, has_end, largest, notes or Notes())
 
     def digest(self) -> str:
         """Return a checksum of all documents, in their order."""
@@ -103,14 +119,23 @@ class Documents:
 class Reader:
     """Converts samples to documents. `sequence`: the most tokens of a document.
 
-    `completions_only`: learn only completions and the assistant's messages, instead of everything. `budget`: told
-    of what is tokenized next.
+    `completions_only`: learn only completions and the assistant's messages, instead of everything. `clock`: the
+    time that chat templates see. `budget`: told of what is tokenized next. `notes`: whether samples that cannot be
+    learned from are omitted, and what is noticed.
     """
 
     def __init__(
-        self, tokenizer: Any, *, sequence: int, completions_only: bool, budget: Unlimited | None = None
+        self,
+        tokenizer: Any,
+        *,
+        sequence: int,
+        completions_only: bool,
+        clock: datetime | None = None,
+        budget: Unlimited | None = None,
+        notes: Notes | None = None,
     ) -> None:
         self._budget = budget or Unlimited()
+        self._clock, self.notes = clock, notes or Notes()
         self._tokenizer = tokenizer
         self._sequence = sequence
         self._completions_only = completions_only
@@ -122,7 +147,7 @@ class Reader:
         """Convert samples. Raises `Refused`, with the sample's place, for one that has nothing to learn."""
         counts = Counts()
         documents = [document for group in self.pieces(samples, counts) for document in group]
-        return Documents.of(documents, counts, has_end=self.has_end)
+        return Documents.of(documents, counts, has_end=self.has_end, notes=self.notes)
 
     @property
     def has_end(self) -> bool:
@@ -134,24 +159,33 @@ class Reader:
         waiting = iter(samples)
         while group := list(islice(waiting, _AT_ONCE)):
             self._budget.allow(_places(group), sum(map(self._work_bytes, group)), len(group))
-            wholes = self._whole(group)
-            yield [document for sample, whole in wholes for document in self._cut(sample, whole, counts)]
+            yield list(self._of_group(group, counts))
 
-    def _whole(self, group: Sequence[Sample]) -> Iterator[tuple[Sample, Document]]:
-        """Yield each sample's tokens, uncut. Plain texts are tokenized together, which is faster."""
+    def _of_group(self, group: Sequence[Sample], counts: Counts) -> Iterator[Document]:
+        """Yield the documents of samples. Plain texts are tokenized together, which is faster."""
         texts = [sample for sample in group if isinstance(sample, Text)]
         tokenized = iter(self._tokenized(_places(texts), [one.text for one in texts]) if texts else [])
         for sample in group:
             if not isinstance(sample, Text):
                 self._budget.at(sample.place)
-            yield sample, self._document(sample, tokenized)
+            tokens = next(tokenized) if isinstance(sample, Text) else []
+            made = self.notes.attempt(lambda sample=sample, tokens=tokens: self._learned(sample, tokens))
+            if made is not None:
+                yield from self._cut(sample, made, counts)
 
     def _work_bytes(self, sample: Sample) -> int:
         """Return about how many bytes are tokenized: a conversation once, or before and after each turn."""
         times = 1 + 2 * len(sample.messages) if isinstance(sample, Chat) and self._completions_only else 1
         return times * bytes_of(sample)
 
-    def _document(self, sample: Sample, tokenized: Iterator[list[int]]) -> Document:
+    def _learned(self, sample: Sample, tokens: list[int]) -> Document:
+        """Return a sample's tokens, uncut; those of a text are given. Raises `Refused` if nothing is learned."""
+        whole = self._document(sample, tokens)
+        if not whole.labels or not _says_something(sample):
+            raise Refused(f"{sample.place} has nothing to learn: {_why(sample, self._completions_only)}")
+        return whole
+
+    def _document(self, sample: Sample, tokens: list[int]) -> Document:
         if isinstance(sample, Chat):
             return self._of_chat(sample)
         if isinstance(sample, Completion):
@@ -160,11 +194,15 @@ class Reader:
             raise Refused(
                 f"{sample.place} is text without a completion, so --completions-only learns nothing from it"
             )
-        tokens = self._ended(next(tokenized))
+        tokens = self._ended(tokens)
         return _document(tokens, [True] * len(tokens))
 
     def _of_chat(self, chat: Chat) -> Document:
-        self._template = template = self._template or ChatTemplate(self._tokenizer)
+        if chat.plain is not None and not getattr(self._tokenizer, "chat_template", None):
+            return self._of_completion(chat.plain)
+        self._template = template = self._template or ChatTemplate(
+            self._tokenizer, clock=self._clock, notes=self.notes
+        )
         if not self._completions_only:
             tokens = template.tokens(chat)
             return _document(tokens, [True] * len(tokens))
@@ -204,15 +242,14 @@ class Reader:
 
     def _cut(self, sample: Sample, whole: Document, counts: Counts) -> Iterator[Document]:
         """Yield all pieces of a text, or the beginning of another sample, of at most a sequence each."""
-        if not whole.labels or not _says_something(sample):
-            raise Refused(f"{sample.place} has nothing to learn: {_why(sample, self._completions_only)}")
         counts.samples += 1
         size = self._sequence
         counts.longer += len(whole) > size
         starts = range(0, len(whole), size) if isinstance(sample, Text) else [0]
         pieces = [Document(whole.tokens[at : at + size], whole.learned[at : at + size]) for at in starts]
         kept = [piece for piece in pieces if piece.labels]
-        counts.lost += not kept
+        if not kept:
+            counts.lose(whole.learned.index(1, 1) + 1)
         yield from kept
 
 
@@ -265,5 +302,4 @@ def held_out(documents: Documents, part: float) -> tuple[Documents, Documents]:
         )
     chosen = set(sorted(digests)[:wanted])
     one, other = ([d for d in documents.all if (d.digest in chosen) is given] for given in (False, True))
-    has_end, largest = documents.has_end, documents.largest
-    return Documents(one, documents.counts, has_end, largest), Documents(other, Counts(), has_end, largest)
+    return replace(documents, all=one), replace(documents, all=other, counts=Counts(), notes=Notes())

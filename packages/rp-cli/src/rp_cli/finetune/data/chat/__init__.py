@@ -1,0 +1,1 @@
+"""Conversations: their chat template, its text, and which of it the assistant says."""

@@ -1,0 +1,72 @@
+"""Notes of what was not taken as it is given while data was read, such as bad rows and nulls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from rp_trainer.errors import Refused
+
+_Result = TypeVar("_Result")
+_SHOWN = 3
+
+
+@dataclass(slots=True)
+class Notes:
+    """Notes of one option's data. `skips`: whether bad rows are omitted, instead of refused.
+
+    `skipped`, `nulls` and `decoded` count rows, keys and conversations; `reasons` are what is wrong with the
+    first bad rows, `first_null` is the place of a key. `templates`: lines about chat templates.
+    """
+
+    skips: bool = False
+    skipped: int = 0
+    reasons: list[str] = field(default_factory=list[str])
+    nulls: int = 0
+    first_null: str = ""
+    decoded: int = 0
+    templates: list[str] = field(default_factory=list[str])
+
+    def attempt(self, make: Callable[[], _Result]) -> _Result | None:
+        """Return what `make` makes of a row; None for one that is omitted. Raises `Refused` where none are."""
+        try:
+            return make()
+        except Refused as refusal:
+            if not self.skips:
+                raise
+            self.skipped += 1
+            if len(self.reasons) < _SHOWN:
+                self.reasons.append(str(refusal))
+            return None
+
+    def dropped_nulls(self, place: str, count: int) -> None:
+        """Note that so many keys of a row were null."""
+        if count and not self.nulls:
+            self.first_null = place
+        self.nulls += count
+
+    def template(self, line: str) -> None:
+        """Note something about a chat template, once."""
+        if line not in self.templates:
+            self.templates.append(line)
+
+    def lines(self, option: str) -> Iterator[str]:
+        """Yield what users are told.
+
+        >>> notes = Notes()
+        >>> notes.dropped_nulls("a.jsonl:3", 2)
+        >>> print(*notes.lines("--data"))
+        --data: 2 keys were null and count as absent, the first in a.jsonl:3
+        """
+        if self.skipped:
+            more = f"; and {self.skipped - len(self.reasons)} more" if self.skipped > len(self.reasons) else ""
+            yield f"{option}: {self.skipped:,} bad rows are skipped: {'; '.join(self.reasons)}{more}"
+        if self.nulls:
+            yield f"{option}: {self.nulls:,} keys were null and count as absent, the first in {self.first_null}"
+        if self.decoded:
+            yield (
+                f"{option}: arguments of tools were text in {self.decoded:,} conversations, and are decoded, "
+                "since the chat template encodes them itself"
+            )
+        yield from (f"{option}: {line}" for line in self.templates)

@@ -1,0 +1,1 @@
+"""Rows of files of all formats, and the samples that they are."""

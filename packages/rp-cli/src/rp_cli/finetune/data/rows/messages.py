@@ -1,0 +1,102 @@
+"""Convert the messages of a conversation to those that chat templates take, from the forms that data has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from rp_trainer.errors import Refused
+
+Message = Mapping[str, Any]
+USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
+_TEXT = "text"
+_CALL = "function_call"
+# Who speaks in ShareGPT's form, by the names that data sets use.
+_SPEAKERS = {
+    "human": USER,
+    "user": USER,
+    "gpt": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "model": ASSISTANT,
+    "assistant": ASSISTANT,
+    "system": SYSTEM,
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    _CALL: ASSISTANT,
+}
+
+
+def messages_of(place: str, name: str, value: object) -> list[Message]:
+    """Return the messages in a field, which may be JSON in a text.
+
+    >>> messages_of("a:1", "conversations", [{"from": "human", "value": "one"}])
+    [{'role': 'user', 'content': 'one'}]
+    >>> messages_of("a:1", "messages", '[{"role": "user", "content": [{"type": "text", "text": "one"}]}]')
+    [{'role': 'user', 'content': 'one'}]
+
+    Raises `Refused` for an empty list and for what are no messages, such as images.
+    """
+    messages = parsed(place, name, value)
+    if not isinstance(messages, list) or not messages:
+        raise Refused(f"{place}: {name!r} must be a list of at least one message, but is {messages!r:.60}")
+    return [_message(place, one) for one in cast("list[object]", messages)]
+
+
+def parsed(place: str, name: str, value: object) -> object:
+    """Return what a text of JSON says, such as a table's columns have; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise Refused(f"{place}: {name!r} must be a list, also as JSON, but is the text {value!r:.60}") from None
+
+
+def _message(place: str, message: object) -> Message:
+    given = cast("Message", message if isinstance(message, dict) else {})
+    if "role" not in given and "from" in given:
+        given = _of_share_gpt(place, given)
+    content = given.get("content")
+    if not isinstance(given.get("role"), str) or (content is None and not given.get("tool_calls")):
+        raise Refused(f"{place}: each message must have a 'role' and a 'content', but one is {message!r:.60}")
+    if isinstance(content, list):
+        return {**given, "content": _joined(place, cast("list[object]", content))}
+    # Templates write anything that is not text as Python does, such as a list's brackets.
+    if not isinstance(content, str | None):
+        raise Refused(f"{place}: the 'content' of a message must be text, but one is {content!r:.60}")
+    return given
+
+
+def _joined(place: str, parts: Sequence[object]) -> str:
+    return "".join(_text(place, part) for part in parts)
+
+
+def _text(place: str, part: object) -> str:
+    given = cast("Message", part if isinstance(part, dict) else {})
+    if given.get("type", _TEXT) != _TEXT or not isinstance(given.get(_TEXT), str):
+        raise Refused(
+            f"{place}: the 'content' of a message must be text, or parts of type {_TEXT!r}, but one is "
+            f"{part!r:.60}"
+        )
+    return given[_TEXT]
+
+
+def _of_share_gpt(place: str, given: Message) -> Message:
+    speaker, value = given["from"], given.get("value")
+    if speaker not in _SPEAKERS:
+        raise Refused(f"{place}: 'from' must be one of {', '.join(_SPEAKERS)}, but is {speaker!r:.60}")
+    rest = {name: one for name, one in given.items() if name not in ("from", "value")}
+    if speaker == _CALL:
+        return {"role": ASSISTANT, "tool_calls": _calls(place, value), **rest}
+    return {"role": _SPEAKERS[speaker], "content": value, **rest}
+
+
+def _calls(place: str, value: object) -> list[Any]:
+    """Return the calls of tools that a text of JSON has: one, or a list."""
+    calls = parsed(place, _CALL, value)
+    listed = cast("list[object]", calls if isinstance(calls, list) else [calls])
+    if not all(isinstance(call, dict) and "name" in call for call in listed):
+        raise Refused(f"{place}: a {_CALL} must have a 'name' and 'arguments', but is {value!r:.60}")
+    return [{"type": "function", "function": call} for call in listed]
