@@ -15,9 +15,12 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     MambaConfig,
+    MixtralConfig,
     PreTrainedTokenizerFast,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -25,6 +28,7 @@ from transformers import (
 VOCABULARY = 160
 _SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
 _HEADS: dict[str, Any] = {"num_attention_heads": 4, "intermediate_size": 48, **_SIZES}
+_KEYS: dict[str, Any] = {**_HEADS, "num_key_value_heads": 2, "head_dim": 8}
 CONFIGS: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**_HEADS, num_key_value_heads=2),
     "qwen3": lambda: Qwen3Config(**_HEADS, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True),
@@ -37,6 +41,16 @@ CONFIGS: dict[str, Any] = {
     ),
     "gpt-neox": lambda: GPTNeoXConfig(**_HEADS),
     "bert": lambda: BertConfig(**_HEADS),
+    "gpt-oss": lambda: GptOssConfig(**_KEYS, num_local_experts=4, num_experts_per_tok=2),
+    "mixtral": lambda: MixtralConfig(**_KEYS, num_local_experts=4),
+    "qwen2-moe": lambda: Qwen2MoeConfig(
+        **_HEADS,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    ),
     "mamba": lambda: MambaConfig(**_SIZES, state_size=4),
 }
 FAMILIES = ("llama", "qwen3", "qwen3-moe", "gemma2", "gpt2", "gpt-neox")

@@ -10,10 +10,11 @@ import pytest
 import torch
 from roundpipe import RoundPipe, Runtime
 from roundpipe.optim import muon_groups
+from rp_cli.adapters.choice import Adapters
+from rp_cli.adapters.making import adapt
 from rp_cli.estimate.cards import CARDS, card_named
 from rp_cli.estimate.foretell import Case, Foretold, foretell
 from rp_cli.estimate.hardware import Machine, _switches, measured
-from rp_cli.estimate.meta.meta_model import adapt
 from rp_cli.estimate.meta.meter import FusedAttention, Meter
 from rp_cli.estimate.meta.observe import observe
 from rp_cli.estimate.network import Network
@@ -105,25 +106,25 @@ def test_operations_are_those_of_weights_and_attention() -> None:
     found = observe(on_meta(Qwen3Config(**shape)), tokens)
     layer = 2 * 64 * 16 * (4 + 2) + 3 * 64 * 80
     attention = 2 * 4 * 16 * tokens * tokens
-    first, *rest = [facts.forward_flops for facts in found.facts]
+    first, *rest = [facts.forward_flops.of(1) for facts in found.facts]
     assert rest == [*[2 * tokens * layer + attention] * 3, 2 * tokens * 64 * 96]
     # Rotary positions are a product in some versions of transformers.
     assert first <= 2 * tokens * 16
-    assert found.facts[1].backward_flops == 2 * 2 * tokens * layer + attention * 5 // 2
+    assert found.facts[1].backward_flops.of(1) == 2 * 2 * tokens * layer + attention * 5 // 2
     assert found.facts[1].boundary_bytes == tokens * 64 * 2
     assert (found.hidden, found.vocabulary, found.is_counted) == (64, 96, True)
 
 
 def test_adapters_leave_out_the_gradients_of_frozen_weights() -> None:
     whole, adapted = on_meta(Qwen3Config(**SHAPE)), on_meta(Qwen3Config(**SHAPE))
-    assert adapt(adapted, 2) == 3 * 7
+    adapt(adapted, Adapters(rank=2))
     full, thin = (observe(model, 32).facts[1] for model in (whole, adapted))
     # Input gradients only, and two thin products for each.
-    assert full.forward_flops < thin.forward_flops < 1.2 * full.forward_flops
-    assert thin.backward_flops < 0.75 * full.backward_flops
+    assert full.forward_flops.of(1) < thin.forward_flops.of(1) < 1.2 * full.forward_flops.of(1)
+    assert thin.backward_flops.of(1) < 0.75 * full.backward_flops.of(1)
     trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
     assert len(trained) == 2 * 21
-    assert all(name.endswith((".a", ".b")) for name in trained)
+    assert all(name.endswith((".lora_A.default.weight", ".lora_B.default.weight")) for name in trained)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ def test_layers_of_two_kinds_are_both_measured() -> None:
     config = Qwen3Config(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=1)
     facts = observe(on_meta(config), 64).facts
     # A window is a mask: the arithmetic is not halved.
-    assert facts[1].forward_flops < facts[2].forward_flops == facts[3].forward_flops
+    assert facts[1].forward_flops.of(1) < facts[2].forward_flops.of(1) == facts[3].forward_flops.of(1)
 
 
 def test_a_model_that_reads_values_is_guessed_by_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,9 +171,9 @@ def test_a_model_that_reads_values_is_guessed_by_its_shapes(monkeypatch: pytest.
     guessed = observe(model, 32)
     assert not guessed.is_counted
     assert len(guessed.facts) == len(counted.facts)
-    assert guessed.facts[-1].forward_flops == counted.facts[-1].forward_flops
+    assert guessed.facts[-1].forward_flops.of(1) == counted.facts[-1].forward_flops.of(1)
     # Attention between tokens is not guessed, and one expert of four is.
-    assert guessed.facts[1].forward_flops == pytest.approx(counted.facts[1].forward_flops, rel=0.5)
+    assert guessed.facts[1].forward_flops.of(1) == pytest.approx(counted.facts[1].forward_flops.of(1), rel=0.5)
 
 
 def test_counts_are_those_of_torchs_counter_on_a_real_model() -> None:
@@ -181,7 +182,7 @@ def test_counts_are_those_of_torchs_counter_on_a_real_model() -> None:
     with FlopCounterMode(display=False) as counter:
         real(input_ids=torch.zeros(1, 32, dtype=torch.long), use_cache=False)
     found = observe(on_meta(config), 32)
-    assert sum(facts.forward_flops for facts in found.facts) == counter.get_total_flops()
+    assert sum(facts.forward_flops.of(1) for facts in found.facts) == counter.get_total_flops()
 
 
 # Host memory
@@ -250,7 +251,7 @@ def test_fp32_gradients_cost_the_network_half_as_much_again() -> None:
 
 def test_adapters_send_what_they_train() -> None:
     model = on_meta(Qwen3Config(**SHAPE))
-    adapt(model, 4)
+    adapt(model, Adapters(rank=4))
     workload = Workload.of(model, Training(sequence=16, is_adapted=True))
     layers = range(len(workload.observed.facts))
     # In fp32, as PEFT makes them: 4 bytes of gradients and of weights, half of them of others.
@@ -345,7 +346,7 @@ def foretold(name: str) -> Foretold:
     model, gpus, batch, microbatches, rank, memory_gb, _ = MEASURED[name]
     made = on_meta(MODELS[model])
     if rank is not None:
-        adapt(made, rank)
+        adapt(made, Adapters(rank=rank))
     workload = Workload.of(made, Training(sequence=2048, is_adapted=rank is not None))
     return foretell(Case(workload, h200s(gpus, memory_gb), batch, microbatches))
 

@@ -61,7 +61,7 @@ def test_a_run_equals_a_plain_loop_over_documents_alone(
     chosen = [
         "--completions-only",
         *([] if packing else ["--no-packing"]),
-        *([] if lora is None else ["--lora", str(lora)]),
+        *([] if lora is None else ["--lora", str(lora), "--lora-targets", "all-linear"]),
     ]
     arguments = ["--model", str(folder), "--data", str(data), "--output", str(tmp_path / "run")]
     assert main(["train", *arguments, *SETTINGS, *chosen, "--accumulation", str(accumulation)]) == 0

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from rp_trainer.errors import Refused
 
+from rp_cli.adapters.choice import Adapters
 from rp_cli.estimate.cards import CARDS, Card
 from rp_cli.estimate.foretell import Foretold, foretell
 from rp_cli.estimate.hardware import Machine, machine_of
@@ -16,6 +18,7 @@ from rp_cli.estimate.meta.meta_model import check_positions, model_of, packing_o
 from rp_cli.estimate.network import ONE_MACHINE, Network
 from rp_cli.estimate.options import PlanOptions
 from rp_cli.estimate.workload import Training, Workload
+from rp_cli.options.adapters import USUAL_PARTS
 
 # The rank that is proposed for adapters.
 RANK = 16
@@ -62,11 +65,22 @@ def _smaller(options: PlanOptions, now: Foretold) -> Iterator[Change]:
     if now.planned is None:
         yield from _for_devices(options, now)
     if options.lora is None:
-        yield from _first_that_fits([_change(f"--lora {RANK}", now, workload=_of(options, lora=RANK))])
+        yield from _first_that_fits(_adapted(options, now))
     elif options.pack is None:
         yield from _first_that_fits([_change(f"--pack {_PACKING}", now, workload=_of(options, pack=_PACKING))])
     if not now.forecast.fits:
         yield from _for_host(options, now)
+
+
+def _adapted(options: PlanOptions, now: Foretold) -> Iterator[Change]:
+    """Yield adapters on all layers, and then on attention alone, unless the command refuses them."""
+    for flags, parts in (("", USUAL_PARTS), (" --lora-parts attention", USUAL_PARTS[:1])):
+        try:
+            workload = _of(options, lora=RANK, lora_parts=parts)
+        except Refused:
+            # PEFT is missing, or has no adapters for such layers.
+            continue
+        yield _change(f"--lora {RANK}{flags}", now, workload=workload)
 
 
 def _first_that_fits(changes: Iterable[Change]) -> Iterator[Change]:
@@ -187,7 +201,7 @@ def _of(options: PlanOptions, **changed: Any) -> Workload:  # Any: fields of `Pl
 
 def workload_of(options: PlanOptions) -> Workload:
     """Return the workload that the options describe. Raises `Refused` for a model that cannot be planned for."""
-    model = model_of(options.model, options.lora, pack=options.pack)
+    model = model_of(options.model, Adapters.of(options), pack=options.pack)
     check_positions(model, options.sequence)
     how = Training.of(options, utilisation=options.utilisation)
     return Workload.of(model, how, packing_of(options.model, options.pack))

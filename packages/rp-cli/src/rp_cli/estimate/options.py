@@ -13,6 +13,7 @@ from rp_cli.estimate.cards import CARDS, Card, card_named
 from rp_cli.estimate.network import Network
 from rp_cli.hub.names import model_named
 from rp_cli.options import shared
+from rp_cli.options.adapters import AdapterOptions
 from rp_cli.options.declared import Default, Reading, option
 from rp_cli.options.kinds import FLAG, TEXT, Kind, number, parsed, path, positive, whole
 from rp_cli.strangers.refusing import refusing
@@ -101,7 +102,7 @@ def _network(others: Reading) -> Kind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
+class PlanOptions(AdapterOptions):
     """The options of `roundpipe plan`, each declared by its field.
 
     >>> from rp_cli.options.declared import Given, read
@@ -109,7 +110,7 @@ class PlanOptions:
     'H100'
 
     None means, for `card`: this machine's, measured; `ram_bytes`: unknown, or this machine's; `link_gb_s`: the
-    card's; `lora`: full fine-tuning; `pack`: no packed weights; `num_microbatch`: chosen; `network`: one machine;
+    card's; `pack`: no packed weights; `num_microbatch`: chosen; `network`: one machine;
     `utilisation` and `ram_gb_s`: as documented. `switches`: the number of cards behind each.
 
     Raises `Refused` for options that do not go together.
@@ -148,11 +149,6 @@ class PlanOptions:
     )
     batch: int = option("sequences in a step", shared.BATCH, "32")
     sequence: int = option("tokens in a sequence", whole(1, shared.MOST_SEQUENCE), "2048")
-    lora: int | None = option(
-        "train adapters of this rank on all linear layers inside layers",
-        shared.RANK,
-        shown="all weights are trained",
-    )
     pack: str | None = shared.pack()
     optimizer: str = shared.optimizer()
     optimizer_state: str = option(shared.MOMENTS, shared.OPTIMIZER_STATE, "fp32")

@@ -198,12 +198,12 @@ class Workload:
             launch_ms = LAUNCH_MS if at else 0.0
             costs.append(
                 LayerCost(
-                    sequences * facts.forward_flops * flops_ms,
-                    sequences * facts.backward_flops * flops_ms,
+                    facts.forward_flops.of(sequences) * flops_ms,
+                    facts.backward_flops.of(sequences) * flops_ms,
                     weight_bytes=self._block_bytes(at, {"trainable", "frozen", "buffer"}),
                     trainable_bytes=self._block_bytes(at, {"trainable"}),
                     boundary_bytes=sequences * facts.boundary_bytes,
-                    kept_bytes=int(sequences * facts.kept_bytes * COMPILED_SHARE),
+                    kept_bytes=int(facts.kept_bytes.of(sequences, COMPILED_SHARE)),
                     forward_launch_ms=FORWARD_PART * launch_ms,
                     backward_launch_ms=(1 - FORWARD_PART) * launch_ms,
                 )
@@ -217,8 +217,8 @@ class Workload:
 
     def working_bytes(self, sequences: int) -> int:
         """Return the most bytes of a layer on a device beyond weights, gradients and kept activations."""
-        layers = max(facts.working_bytes for facts in self.observed.facts)
-        own = int(sequences * layers * COMPILED_SHARE) + self.expansion_bytes
+        layers = max(facts.working_bytes(sequences, COMPILED_SHARE) for facts in self.observed.facts)
+        own = layers + self.expansion_bytes
         return max(own, self._loss_bytes(sequences))
 
     def _loss_bytes(self, sequences: int) -> int:

@@ -8,6 +8,7 @@ import torch
 from roundpipe import Runtime
 from rp_trainer.errors import Refused
 
+from rp_cli.adapters.choice import Adapters
 from rp_cli.estimate.answer import as_summary
 from rp_cli.estimate.foretell import Case, Foretold, foretell
 from rp_cli.estimate.hardware import measured
@@ -29,8 +30,7 @@ def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foret
         raise Refused(f"--step-in-backward is for one machine, but there are {runtime.peers.size}; omit it")
     model = model_of(
         config_file(options),
-        options.lora,
-        targets=options.lora_targets,
+        Adapters.of(options),
         dtype=getattr(torch, str(options.dtype)),
         pack=options.pack,
     )

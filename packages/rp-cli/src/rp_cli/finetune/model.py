@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,8 +15,10 @@ from rp_presets import DamagedFile, UnsupportedModel, check_checkpoint, check_fo
 from rp_trainer.errors import Refused
 from torch import nn
 
+from rp_cli.adapters.choice import Adapters
+from rp_cli.adapters.making import adapt
 from rp_cli.estimate.meta.meta_model import config_of, try_if_unusual
-from rp_cli.finetune.options import ALL_LINEAR, FineTuning
+from rp_cli.finetune.options import FineTuning
 from rp_cli.hub.models import called
 from rp_cli.strangers.code import told
 from rp_cli.strangers.refusing import refusing, refusing_all
@@ -234,30 +237,12 @@ def _random(options: FineTuning, dtype: torch.dtype) -> nn.Module:
 
 def _adapter(options: FineTuning) -> Callable[[Any], nn.Module]:
     """Return a function that adds the requested adapters to a model."""
-    if options.lora is None:
-        return _as_it_is
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise Refused("--lora needs PEFT: pip install peft") from None
-    config_class, add = cast("tuple[Any, Any]", (LoraConfig, get_peft_model))
-    targets: Any = ALL_LINEAR if options.lora_targets is None else list(options.lora_targets)
-    config = config_class(r=options.lora, lora_alpha=options.alpha, target_modules=targets, task_type="CAUSAL_LM")
-
-    def adapted(model: nn.Module) -> nn.Module:
-        with refusing("--lora-targets: "):
-            return add(model, config)
-
-    return adapted
+    adapters = Adapters.of(options)
+    return _as_it_is if adapters is None else partial(adapt, adapters=adapters)
 
 
 def _as_it_is(model: nn.Module) -> nn.Module:
     return model
-
-
-def check_lora(options: FineTuning) -> None:
-    """Raise `Refused` if adapters are requested, but PEFT is missing."""
-    _adapter(options)
 
 
 def save_model(model: RoundPipe, tokenizer: Any, folder: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 from rp_trainer.errors import Refused
 
 from rp_cli.options import shared
+from rp_cli.options.adapters import AdapterOptions
 from rp_cli.options.declared import Default, Reading, option
 from rp_cli.options.kinds import (
     DEVICES,
@@ -19,7 +20,6 @@ from rp_cli.options.kinds import (
     OFF,
     SWITCH,
     Kind,
-    listed,
     number,
     one_of,
     path,
@@ -31,7 +31,6 @@ from rp_cli.options.shared import MOST_STEPS, WITH_BETAS
 
 # The model where none is given: a configuration, so that weights are random, and a tokenizer of bytes.
 TINY = Path(__file__).parent / "tiny"
-ALL_LINEAR = "all-linear"
 _MINUTES = "min"
 _DTYPE = one_of(
     ("float32", "bfloat16"),
@@ -39,7 +38,6 @@ _DTYPE = one_of(
 )
 _SEED = whole(0, 2**63 - 1, bounds="from 0 to 2**63 - 1")
 _REPORTS = several(one_of(("jsonl", "tensorboard"), "KIND"))
-_NEEDS_LORA = ("lora", ", the rank of the adapters")
 _NEEDS_OUTPUT = ("output", ", the folder to keep it in")
 
 
@@ -83,14 +81,6 @@ def _betas(flag: str, text: str) -> tuple[float, float]:
     return first, second
 
 
-def _targets(flag: str, texts: list[str]) -> tuple[str, ...] | None:
-    names = tuple(name.strip() for text in texts for name in text.split(","))
-    if not all(names):
-        raise Refused(f"{flag} must be names of layers, such as q_proj v_proj, but one is empty")
-    # PEFT's name for the default.
-    return None if names == (ALL_LINEAR,) else names
-
-
 _Usual = str | Callable[[Reading], str | None] | None
 
 
@@ -124,7 +114,7 @@ _tuning = partial(option, group="fine-tuning")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FineTuning:
+class FineTuning(AdapterOptions):
     """The options of a fine-tuning, each declared by its field.
 
     >>> from rp_cli.options.declared import Given, read
@@ -132,8 +122,7 @@ class FineTuning:
     0.0002
 
     None means, for `data`: the standard library's source; `output`: nothing is kept; `tokenizer`: the model's;
-    `lora`: all weights are trained; `pack`: none are packed;
-    `lora_targets`: all linear layers; `num_microbatch`: chosen; `epochs` or `steps`: the other is used;
+    `pack`: none are packed; `num_microbatch`: chosen; `epochs` or `steps`: the other is used;
     `eval_every`: at the end only; `dtype` and `devices`: by the machine; `betas`: the optimizer's. `warm_up`:
     steps, or below 1 a part of all steps.
 
@@ -194,13 +183,7 @@ class FineTuning:
         compare=False,
         in_files=False,
     )
-    lora: int | None = _tuning(
-        "train adapters of this rank, with PEFT", shared.RANK, shown="all weights are trained"
-    )
     pack: str | None = shared.pack(group="fine-tuning")
-    lora_alpha: float | None = _tuning(
-        "adapters count by this over the rank", positive("NUMBER"), shown="twice the rank", needs=_NEEDS_LORA
-    )
     sequence: int = _tuning("tokens in a sequence", whole(2, shared.MOST_SEQUENCE), _by_model("2048", "64"))
     batch: int = _tuning("sequences in a call", shared.BATCH, _by_model("8", "16"))
     accumulation: int = _tuning("calls in a step", shared.BATCH, "1")
@@ -232,12 +215,6 @@ class FineTuning:
     )
     keep: int = _tuning(
         "checkpoints to keep, beside the best", whole(1, 10**6), "3", needs=_NEEDS_OUTPUT, is_free=True
-    )
-    lora_targets: tuple[str, ...] | None = _tuning(
-        "layers that get adapters, such as q_proj v_proj",
-        listed("NAME", _targets),
-        shown="all linear layers",
-        needs=_NEEDS_LORA,
     )
     eval_data: tuple[Path, ...] | None = _tuning("data to evaluate on", several(path()), excludes="held_out")
     report: tuple[str, ...] = _tuning(
@@ -283,11 +260,6 @@ class FineTuning:
     def is_small(self) -> bool:
         """Whether the model is the small one that comes with the command."""
         return self.model == TINY
-
-    @property
-    def alpha(self) -> float:
-        """The adapters' scale times the rank: twice the rank unless given."""
-        return self.lora_alpha if self.lora_alpha is not None else 2.0 * (self.lora or 0)
 
     def jsonable(self) -> dict[str, Any]:
         """Return all options as JSON values."""

@@ -19,6 +19,7 @@ from rp_trainer.finetuning.kept import checkpoint_microbatches
 from rp_trainer.finetuning.settings import Names, Settings
 from rp_trainer.processes import ALONE, Processes
 
+from rp_cli.adapters.making import check_installed
 from rp_cli.finetune.causality import check_causality
 from rp_cli.finetune.data.batches import Sequences, Steps
 from rp_cli.finetune.data.library import library_source
@@ -29,7 +30,6 @@ from rp_cli.finetune.fetching import fetch_weights, is_on_hub, without_names
 from rp_cli.finetune.forecast import foretold, summary, vocabulary_of
 from rp_cli.finetune.model import (
     check_folders,
-    check_lora,
     check_model,
     check_weights,
     has_weights,
@@ -169,7 +169,7 @@ def _is_finished(options: FineTuning, data: Data) -> bool:
 
 def _check_installed(options: FineTuning) -> None:
     if options.lora is not None:
-        check_lora(options)
+        check_installed()
     if "tensorboard" in options.report:
         tensorboard_writer()
 

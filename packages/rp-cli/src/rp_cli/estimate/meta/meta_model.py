@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -13,9 +13,10 @@ from roundpipe.loading import STORED
 from rp_packing import pack_frozen
 from rp_presets import check_config, lists_of_layers, packed_kind, read_object, unasked
 from rp_trainer.errors import Refused
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
+from rp_cli.adapters.choice import Adapters
+from rp_cli.adapters.making import adapt
 from rp_cli.strangers.code import told
 from rp_cli.strangers.files import check_stored
 from rp_cli.strangers.limited import Budget, limited
@@ -58,28 +59,26 @@ _STACK = 3
 
 def model_of(
     path: Path,
-    lora: int | None = None,
+    adapters: Adapters | None = None,
     *,
-    targets: Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
     pack: str | None = None,
 ) -> nn.Module:
-    """Create the model of a config file; if `lora` is given, with adapters of that rank and all else frozen.
+    """Create the model of a config file, with these adapters, if any, as PEFT makes them, and all else frozen.
 
-    `targets`: the last parts of the names of layers that get adapters; None for all linear layers. `dtype`: the
-    weights'; None for the config's, bfloat16 if it has none. `pack`: see `packing_of`; this does not pack the
-    model.
+    `dtype`: the weights'; None for the config's, bfloat16 if it has none. `pack`: see `packing_of`; this does not
+    pack the model.
 
-    Raises `Refused` for a config of another kind.
+    Raises `Refused` for a config of another kind, and for adapters that do not fit the model.
     """
     model = _made(path, config_of(path, is_stored=pack == STORED), dtype)
     if not lists_of_layers(model):
         raise Refused(
             f"--model {path}: a {type(model).__name__} has no list of layers, so there is nothing to plan"
         )
-    if lora is not None and not adapt(model, lora, targets):
-        which = "linear layers to adapt" if targets is None else f"layers named {', '.join(targets)}"
-        raise Refused(f"--lora: the layers of a {type(model).__name__} have no {which}")
+    if adapters is not None:
+        # The model itself holds the adapters, as PEFT puts them into its layers.
+        adapt(model, adapters)
     return model.train()
 
 
@@ -144,54 +143,6 @@ def packing_of(path: Path, pack: str | None) -> Packing | None:
         case _:
             # bitsandbytes replaces modules, which stacked experts are not.
             return Packing(kind, "linear layers")
-
-
-def adapt(model: nn.Module, rank: int, targets: Sequence[str] | None = None) -> int:
-    """Freeze the model and add adapters in fp32 to linear layers inside its layers; return how many.
-
-    As PEFT does with ``target_modules="all-linear"``, or a list of names.
-    """
-    model.requires_grad_(False)
-    adapted = [
-        (module, name, child)
-        for layers in lists_of_layers(model).values()
-        for module in layers.modules()
-        for name, child in module.named_children()
-        if _features(child) is not None
-        and (targets is None or name in {one.rpartition(".")[2] for one in targets})
-    ]
-    for module, name, child in adapted:
-        setattr(module, name, Adapted(child, rank))
-    return len(adapted)
-
-
-class Adapted(nn.Module):
-    """A linear layer with a low-rank adapter: two thin matrices that are trained (Hu et al., 2021)."""
-
-    def __init__(self, base: nn.Module, rank: int) -> None:
-        super().__init__()
-        features = _features(base)
-        assert features is not None
-        inside, outside = features
-        self.base = base
-        self.a = nn.Parameter(torch.empty(rank, inside, dtype=torch.float32, device="meta"))
-        self.b = nn.Parameter(torch.empty(outside, rank, dtype=torch.float32, device="meta"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's result plus the adapter's."""
-        result = cast(Tensor, self.base(x))
-        return result + functional.linear(functional.linear(x.to(self.a.dtype), self.a), self.b).to(result.dtype)
-
-
-def _features(module: nn.Module) -> tuple[int, int] | None:
-    """Return the widths of a linear layer's inputs and outputs; None for another module."""
-    if type(module) is nn.Linear:
-        return module.in_features, module.out_features
-    # GPT-2's linear layer, whose weight is transposed.
-    if type(module).__name__ == "Conv1D":
-        weight = cast(Tensor, module.weight)
-        return weight.shape[0], weight.shape[1]
-    return None
 
 
 def config_of(path: Path, *, is_stored: bool) -> Any:  # Any: each model has its own class

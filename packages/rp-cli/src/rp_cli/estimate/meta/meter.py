@@ -25,8 +25,8 @@ class Meter(TorchDispatchMode):
     """Counts the operations and bytes of the code inside the context.
 
     `flops`: multiplications and additions of matrix products, convolutions and attention; a causal mask halves an
-    attention's. `peak_bytes`: the most memory at once of tensors that were created inside. `used`: called with
-    each tensor that an operation takes.
+    attention's. `held_bytes`: the memory of the tensors that were created inside, after each; `peak_bytes`:
+    the most of it. `used`: called with each tensor that an operation takes.
 
     >>> with Meter() as meter:
     ...     product = torch.empty(4, 8, device="meta") @ torch.empty(8, 2, device="meta")
@@ -37,9 +37,10 @@ class Meter(TorchDispatchMode):
     def __init__(self, used: Callable[[Tensor], None] | None = None) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType] - torch does not annotate it
         self.flops = 0
-        self.peak_bytes = 0
+        self.held_bytes: list[int] = []
         self._held_bytes = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._finalizers: weakref.WeakKeyDictionary[torch.UntypedStorage, Any] = weakref.WeakKeyDictionary()
         self._used = used
 
     def __torch_dispatch__(
@@ -52,6 +53,8 @@ class Meter(TorchDispatchMode):
         out = func(*args, **kwargs)
         self._count(func._overloadpacket, args, kwargs, out)
         for tensor in tensors_in((args, kwargs)):
+            # Views of what was there before, such as a transposed weight, take no memory.
+            self._known.add(tensor.untyped_storage())
             if self._used is not None:
                 self._used(tensor)
         for tensor in tensors_in(out):
@@ -69,12 +72,39 @@ class Meter(TorchDispatchMode):
         if storage in self._known:
             return
         self._known.add(storage)
-        weakref.finalize(storage, self._release, storage.nbytes())
+        self._finalizers[storage] = weakref.finalize(storage, self._release, storage.nbytes())
         self._held_bytes += storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+        self.held_bytes.append(self._held_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory at once."""
+        return max(self.held_bytes, default=0)
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Count a tensor's memory no longer, as that of a gradient, which is counted with its weight."""
+        finalizer = self._finalizers.pop(tensor.untyped_storage(), None)
+        if finalizer is not None:
+            finalizer()
 
     def _release(self, nbytes: int) -> None:
         self._held_bytes -= nbytes
+
+
+@contextmanager
+def autocast_on_meta() -> Generator[None]:
+    """Let code switch autocast off on the meta device, as adapters on stacked experts do; torch has none there."""
+    kind: Any = torch.autocast
+    own = kind.__init__
+
+    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        own(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+    kind.__init__ = init
+    try:
+        yield
+    finally:
+        kind.__init__ = own
 
 
 class FusedAttention(TorchFunctionMode):

@@ -13,24 +13,58 @@ import torch
 from rp_presets import lists_of_layers
 from torch import Tensor, nn
 
-from rp_cli.estimate.meta.meter import FusedAttention, Meter, kept_tensors, storage_bytes, tensors_in
+from rp_cli.estimate.meta.meter import (
+    FusedAttention,
+    Meter,
+    autocast_on_meta,
+    kept_tensors,
+    storage_bytes,
+    tensors_in,
+)
 
 _BACKWARD_PER_FORWARD = 2
 
 
 @dataclass(frozen=True, slots=True)
-class LayerFacts:
-    """The operations and bytes of a layer for one sequence.
+class Growth:
+    """An amount that all sequences of a microbatch share, and as much again for each of them.
 
-    `forward_flops`, `backward_flops`: floating-point operations. `boundary_bytes`: of its output. `kept_bytes`: of
-    the tensors that autograd keeps for backward, without weights. `working_bytes`: the most in memory beyond that.
+    >>> Growth(each=3, shared=10).of(2)
+    16
     """
 
-    forward_flops: int = 0
-    backward_flops: int = 0
+    each: int = 0
+    shared: int = 0
+
+    @classmethod
+    def through(cls, one: int, two: int) -> Growth:
+        """Return the growth of an amount for one sequence, and for two."""
+        return cls(two - one, 2 * one - two)
+
+    def of(self, sequences: int, part: float = 1.0) -> float:
+        """Return the amount for so many sequences. `part`: how much of what is for each counts."""
+        return self.shared + sequences * self.each * part
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """The operations and bytes of a layer.
+
+    `forward_flops`, `backward_flops`: floating-point operations. `boundary_bytes`: of its output for one sequence.
+    `kept_bytes`: of the tensors that autograd keeps for backward, without weights. `held_bytes`: what is in memory
+    beyond that at some moments, the most of which counts. What layers compute of their weights alone, as adapters
+    on stacked experts do, is shared by the sequences of a microbatch.
+    """
+
+    forward_flops: Growth = Growth()
+    backward_flops: Growth = Growth()
     boundary_bytes: int = 0
-    kept_bytes: int = 0
-    working_bytes: int = 0
+    kept_bytes: Growth = Growth()
+    held_bytes: tuple[Growth, ...] = ()
+
+    def working_bytes(self, sequences: int, part: float = 1.0) -> int:
+        """Return the most bytes at once beyond kept ones. `part`: how much of what is for each sequence counts."""
+        return int(max((held.of(sequences, part) for held in self.held_bytes), default=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +93,9 @@ def observe(model: nn.Module, sequence: int) -> Observed:
     Layers of one kind are run once. The model is on the meta device; no weight is read, and nothing is computed.
     """
     try:
-        return _Pass(model).run(sequence)
+        one, two = (_Pass(model).run(sequences, sequence) for sequences in (1, 2))
+        facts = tuple(_growing(*each) for each in zip(one.figures, two.figures, strict=True))
+        return Observed(facts, one.modules, one.hidden, one.vocabulary, is_counted=True)
     except Uncountable:
         return by_shapes(model, sequence)
 
@@ -85,6 +121,51 @@ def by_shapes(model: nn.Module, sequence: int) -> Observed:
         vocabulary,
         is_counted=False,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """What a part of the row takes for a number of sequences; see `LayerFacts`."""
+
+    forward_flops: int = 0
+    backward_flops: int = 0
+    boundary_bytes: int = 0
+    kept_bytes: int = 0
+    held_bytes: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A model as it ran with a number of sequences."""
+
+    figures: list[_Figures]
+    modules: tuple[nn.Module, ...]
+    hidden: int
+    vocabulary: int
+
+
+def _growing(one: _Figures, two: _Figures) -> LayerFacts:
+    """Return the facts of a part, from its figures for one sequence and for two."""
+    forward, backward, kept = (
+        Growth.through(getattr(one, name), getattr(two, name))
+        for name in ("forward_flops", "backward_flops", "kept_bytes")
+    )
+    if len(one.held_bytes) == len(two.held_bytes):
+        pairs = zip(one.held_bytes, two.held_bytes, strict=True)
+        held = [Growth.through(first - one.kept_bytes, second - two.kept_bytes) for first, second in pairs]
+    else:
+        # Code that runs once for each sequence: nothing is known to be shared.
+        held = [Growth(max(one.held_bytes) - one.kept_bytes)]
+    return LayerFacts(forward, backward, one.boundary_bytes, kept, _most(held))
+
+
+def _most(held: Sequence[Growth]) -> tuple[Growth, ...]:
+    """Return what may be the most for some number of sequences: others have both less shared and less for each."""
+    found: list[Growth] = []
+    for one in sorted(set(held), key=lambda growth: (-growth.each, -growth.shared)):
+        if one.of(1) > 0 and (not found or one.shared > found[-1].shared):
+            found.append(one)
+    return tuple(found)
 
 
 class Holder(nn.Module):
@@ -113,21 +194,21 @@ class _Pass:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._own = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        self._kinds: dict[object, tuple[LayerFacts, Any]] = {}
-        self._called: list[tuple[nn.Module, LayerFacts]] = []
+        self._kinds: dict[object, tuple[_Figures, Any]] = {}
+        self._called: list[tuple[nn.Module, _Figures]] = []
         self._around = [_Around()]
         self._inside = False
         self._meter = Meter(self._note_used)
 
-    def run(self, sequence: int) -> Observed:
-        ids = torch.zeros(1, sequence, dtype=torch.long, device="meta")
+    def run(self, sequences: int, sequence: int) -> _Seen:
+        ids = torch.zeros(sequences, sequence, dtype=torch.long, device="meta")
         before: list[tuple[nn.Module, Any]] = []
         try:
             for found in lists_of_layers(self._model).values():
                 for layer in found:
                     before.append((layer, vars(layer).get("forward")))
                     layer.forward = self._watched(layer, layer.forward)
-            with torch.no_grad(), FusedAttention(), self._meter:
+            with torch.no_grad(), autocast_on_meta(), FusedAttention(), self._meter:
                 out = self._model(input_ids=ids, **_without_cache(self._model))
         except Exception as error:  # models are foreign code, and may read values, of which there are none
             raise Uncountable(f"{type(error).__name__}: {error}") from error
@@ -137,7 +218,7 @@ class _Pass:
         self._mark()
         if not self._called:
             raise Uncountable("it called none of its layers")
-        return self._observed(getattr(out, "logits", None), sequence)
+        return self._seen(getattr(out, "logits", None), sequences * sequence)
 
     def _watched(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -172,29 +253,29 @@ class _Pass:
         used |= {id(tensor) for layer, _ in self._called for tensor in (*layer.parameters(), *layer.buffers())}
         return [tensor for key, tensor in self._own.items() if key not in used]
 
-    def _observed(self, logits: object, sequence: int) -> Observed:
+    def _seen(self, logits: object, tokens: int) -> _Seen:
         first, *between, last = self._around
         hidden_bytes = self._called[-1][1].boundary_bytes
-        facts = [_around_facts(first, hidden_bytes)]
+        figures = [_figures_around(first, hidden_bytes)]
         modules: list[nn.Module] = [Holder([*first.tensors.values(), *self._unused()])]
         # Code between two lists of layers counts as a separate part only if it computes something.
         for (layer, one), after in zip(self._called, [*between, None], strict=True):
-            facts.append(one)
+            figures.append(one)
             modules.append(layer)
             if after is not None and after.flops:
-                facts.append(_around_facts(after, hidden_bytes))
+                figures.append(_figures_around(after, hidden_bytes))
                 modules.append(Holder(list(after.tensors.values())))
         vocabulary = logits.shape[-1] if isinstance(logits, Tensor) else 0
-        facts.append(_around_facts(last, 0, kept=3 * hidden_bytes))
+        figures.append(_figures_around(last, 0, kept=3 * hidden_bytes))
         modules.append(Holder(list(last.tensors.values())))
-        hidden = hidden_bytes // (sequence * _itemsize(self._model))
-        return Observed(tuple(facts), tuple(modules), hidden, vocabulary, is_counted=True)
+        hidden = hidden_bytes // (tokens * _itemsize(self._model))
+        return _Seen(figures, tuple(modules), hidden, vocabulary)
 
 
 def _measured(
     layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[LayerFacts, Any]:
-    """Run one layer forward and backward; return its facts and its output."""
+) -> tuple[_Figures, Any]:
+    """Run one layer forward and backward; return its figures and its output."""
     (args, kwargs), given = _inputs((args, dict(kwargs)))
     own = [*layer.parameters(), *layer.buffers()]
     meter = Meter()
@@ -208,17 +289,18 @@ def _measured(
         # Backward frees kept tensors after their use.
         kept.clear()
         wanted = [leaf for leaf in [*given, *own] if leaf.requires_grad]
+        trained: list[Any] = [weight for weight in own if weight.requires_grad]
+        for weight in trained:
+            stack.callback(weight.register_hook(meter.leave_out).remove)
         grads = [torch.empty_like(leaf) for leaf in results]
         if wanted and results:
             torch.autograd.grad(results, wanted, grads, allow_unused=True)
-    # Gradients of weights are counted with the weights.
-    gradients = sum(tensor.nbytes for tensor in own if tensor.requires_grad)
-    return LayerFacts(
+    return _Figures(
         forward_flops,
         meter.flops - forward_flops,
         storage_bytes(tensors_in(out), [*own]),
         kept_bytes,
-        max(meter.peak_bytes - gradients - kept_bytes, 0),
+        meter.held_bytes,
     ), _detached(out)
 
 
@@ -255,10 +337,10 @@ def _spec(tensor: Tensor) -> object:
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 
-def _around_facts(around: _Around, boundary_bytes: int, kept: int = 0) -> LayerFacts:
+def _figures_around(around: _Around, boundary_bytes: int, kept: int = 0) -> _Figures:
     trained = any(tensor.requires_grad for tensor in around.tensors.values() if tensor.ndim > 1)
     times = _BACKWARD_PER_FORWARD if trained else 1
-    return LayerFacts(around.flops, times * around.flops, boundary_bytes, kept)
+    return _Figures(around.flops, times * around.flops, boundary_bytes, kept)
 
 
 def _guessed(tensors: Sequence[Tensor], sequence: int, width: int, experts: float) -> LayerFacts:
@@ -269,7 +351,8 @@ def _guessed(tensors: Sequence[Tensor], sequence: int, width: int, experts: floa
     trained = sum(one for one, tensor in zip(used, matrices, strict=True) if tensor.requires_grad)
     backward = forward + int(2 * sequence * trained)
     rows = sum((tensor.shape[-2] + tensor.shape[-1]) * tensor.element_size() for tensor in matrices)
-    return LayerFacts(forward, backward, sequence * width, 2 * sequence * rows, 2 * sequence * rows)
+    kept = Growth(2 * sequence * rows)
+    return LayerFacts(Growth(forward), Growth(backward), sequence * width, kept, (kept,))
 
 
 def _experts_share(config: object) -> float:

@@ -1,0 +1,59 @@
+"""`Adapters`: which adapters a model gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rp_cli.options.adapters import USUAL_PARTS, AdapterOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """Which adapters a model gets, in PEFT's terms.
+
+    `alpha`: the scale times the rank, None for twice the rank. `targets`: as PEFT takes them, and names of stacked
+    experts; None for the layers of `parts`. `bias`: as `AdapterOptions` has it. `saved`: modules trained whole.
+    """
+
+    rank: int
+    alpha: float | None = None
+    parts: tuple[str, ...] = USUAL_PARTS
+    targets: tuple[str, ...] | None = None
+    dropout: float = 0.0
+    dora: bool = False
+    rslora: bool = False
+    bias: str = "none"
+    saved: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, options: AdapterOptions) -> Adapters | None:
+        """Return the adapters that options ask for; None for none."""
+        if options.lora is None:
+            return None
+        return cls(
+            rank=options.lora,
+            alpha=options.lora_alpha,
+            parts=options.lora_parts,
+            targets=options.lora_targets,
+            dropout=options.lora_dropout,
+            dora=options.dora,
+            rslora=options.rslora,
+            bias=options.lora_bias,
+            saved=options.modules_to_save or (),
+        )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of `peft.LoraConfig`, apart from those that say where adapters are."""
+        return {
+            "r": self.rank,
+            "lora_alpha": 2.0 * self.rank if self.alpha is None else self.alpha,
+            "lora_dropout": self.dropout,
+            "use_dora": self.dora,
+            "use_rslora": self.rslora,
+            "bias": "none" if self.bias == "adapters" else self.bias,
+            "lora_bias": self.bias == "adapters",
+            "modules_to_save": list(self.saved) or None,
+            "task_type": "CAUSAL_LM",
+        }

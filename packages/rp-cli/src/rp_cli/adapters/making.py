@@ -1,0 +1,89 @@
+"""Add adapters to a model, by PEFT."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from rp_trainer.errors import Refused
+from torch import nn
+
+from rp_cli.adapters.choice import Adapters
+from rp_cli.adapters.targets import converted, module_names, targets_in
+from rp_cli.strangers.refusing import refusing
+
+# What PEFT warns of, although all is as it should be: patterns of ranks for parameters, and GPT-2's layers.
+_KNOWN = (r"The following (rank|alpha)_pattern keys", r"fan_in_fan_out is set to False")
+
+
+def check_installed() -> None:
+    """Raise `Refused` if PEFT is missing."""
+    try:
+        import peft  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ImportError:
+        raise Refused("--lora needs PEFT: pip install peft") from None
+
+
+def adapt(model: nn.Module, adapters: Adapters) -> nn.Module:
+    """Add adapters to a model, in place, and freeze the rest; return PEFT's model, which holds it.
+
+    A model on the meta device gets adapters there. Raises `Refused` for layers that the model does not have, and
+    for what PEFT cannot do with them.
+    """
+    check_installed()
+    from peft import get_peft_model
+
+    add: Any = get_peft_model
+    _check_saved(model, adapters)
+    targets = targets_in(model, adapters)
+    settings = {**adapters.settings, **targets.settings(adapters)}
+    with refusing("--lora-targets: "):
+        _check_whole_weights(converted(model, settings), adapters)
+        is_meta = any(parameter.is_meta for parameter in model.parameters())
+        with torch.device("meta") if is_meta else nullcontext(), _quiet():
+            return cast(nn.Module, add(model, _config(settings)))
+
+
+def _config(settings: dict[str, Any]) -> Any:
+    from peft import LoraConfig
+
+    maker: Any = LoraConfig
+    return maker(**settings)
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    with warnings.catch_warnings():
+        # PEFT and transformers warn each other about calls that later versions change.
+        warnings.simplefilter("ignore", FutureWarning)
+        for message in _KNOWN:
+            warnings.filterwarnings("ignore", message)
+        yield
+
+
+def _check_saved(model: nn.Module, adapters: Adapters) -> None:
+    names = module_names(model)
+    for saved in adapters.saved:
+        if not any(name.endswith(saved) for name in names):
+            raise Refused(f"--modules-to-save: a {type(model).__name__} has no module named {saved}")
+
+
+def _check_whole_weights(config: Any, adapters: Adapters) -> None:
+    """Refuse what PEFT does with linear layers only, where weights are adapted as a whole, as experts are."""
+    if not config.target_parameters:
+        return
+    given = {
+        "--lora-dropout": adapters.dropout > 0,
+        "--dora": adapters.dora,
+        "--lora-bias adapters": adapters.bias == "adapters",
+    }
+    flags = [flag for flag, is_given in given.items() if is_given]
+    if flags:
+        adapted = ", ".join(sorted(config.target_parameters))
+        raise Refused(
+            f"{flags[0]} cannot be used with adapters on {adapted}: PEFT adapts such weights as a whole, without "
+            "it; name other layers, such as --lora-parts attention"
+        )

@@ -1,0 +1,90 @@
+"""The options of adapters, which `roundpipe train` and `roundpipe plan` both have."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import partial
+
+from rp_trainer.errors import Refused
+
+from rp_cli.options import shared
+from rp_cli.options.declared import option
+from rp_cli.options.kinds import FLAG, TEXT, listed, number, one_of, positive, several
+
+# PEFT's name for all linear layers, stacked experts and routers.
+ALL_LINEAR = "all-linear"
+PARTS = ("attention", "dense", "experts", "router")
+# Without routers: adapters on them change which experts learn, which costs balance and is seldom wanted.
+USUAL_PARTS = PARTS[:3]
+# PEFT's own names, and one for its `lora_bias`.
+BIASES = ("none", "all", "lora_only", "adapters")
+# What a name of a layer never has: a target with any of these is a regular expression.
+_PATTERN = re.compile(r"[*+?()\[\]{}|\\^$]")
+_NEEDS_LORA = ("lora", ", the rank of the adapters")
+_adapters = partial(option, group="adapters", needs=_NEEDS_LORA)
+
+
+def is_pattern(target: str) -> bool:
+    """Return whether a target is a regular expression, and not the name of a layer or the end of one.
+
+    >>> is_pattern(r".*[qv]_proj"), is_pattern("mlp.experts.down_proj")
+    (True, False)
+    """
+    return _PATTERN.search(target) is not None
+
+
+def _targets(flag: str, texts: list[str]) -> tuple[str, ...]:
+    # A regular expression may have commas.
+    parts = [[text] if is_pattern(text) else text.split(",") for text in texts]
+    names = tuple(name.strip() for part in parts for name in part)
+    if not all(names):
+        raise Refused(f"{flag} must be names of layers, such as q_proj v_proj, but one is empty")
+    alone = [name for name in names if is_pattern(name) or name == ALL_LINEAR]
+    if alone and len(names) > 1:
+        raise Refused(
+            f"{flag} must be names, or one regular expression, or {ALL_LINEAR}, but {alone[0]!r} is among others"
+        )
+    return names
+
+
+def _parts(flag: str, texts: list[str]) -> tuple[str, ...]:
+    given = [name.strip() for text in texts for name in text.split(",")]
+    named = [one_of(PARTS).read(flag, name) for name in given]
+    return tuple(part for part in PARTS if part in named)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOptions:
+    """The options of adapters. `lora`: their rank; None: all weights are trained.
+
+    None means, for `lora_alpha`: twice the rank; `lora_targets`: the layers of `lora_parts`.
+    """
+
+    lora: int | None = option(
+        "train adapters of this rank, with PEFT", shared.RANK, shown="all weights are trained", group="adapters"
+    )
+    lora_parts: tuple[str, ...] = _adapters(
+        f"which layers get adapters: of {', '.join(PARTS)}",
+        listed("PART", _parts, {"enum": list(PARTS)}),
+        list(USUAL_PARTS),
+        shown=" ".join(USUAL_PARTS),
+        excludes="lora_targets",
+    )
+    lora_targets: tuple[str, ...] | None = _adapters(
+        "instead of parts, names of layers or ends of names, such as q_proj v_proj lm_head, a regular expression, "
+        f"or {ALL_LINEAR}, as PEFT takes them; and names of stacked experts, such as mlp.experts.down_proj",
+        listed("NAME", _targets),
+    )
+    lora_alpha: float | None = _adapters(
+        "adapters count by this over the rank", positive("NUMBER"), shown="twice the rank"
+    )
+    lora_dropout: float = _adapters("of the inputs of adapters", number(0, 0.999999, "PART"), "0")
+    dora: bool = _adapters("learn a magnitude of each output, too (DoRA)", FLAG, False)
+    rslora: bool = _adapters("adapters count by --lora-alpha over the root of the rank", FLAG, False)
+    lora_bias: str = _adapters(
+        "which biases are trained, as PEFT's bias; adapters: new ones of the adapters", one_of(BIASES), "none"
+    )
+    modules_to_save: tuple[str, ...] | None = _adapters(
+        "modules that are trained whole beside the adapters, such as lm_head", several(TEXT), shown="none"
+    )
