@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 from array import array
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +177,55 @@ def test_every_epoch_has_every_document_once_in_an_order_of_its_own(
     again = Sequences(documents(lengths), size=9, packing=packing, seed=seed)
     last = 3 * sequences.in_epoch - 1
     assert again.at(last) == sequences.at(last)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    lengths=st.lists(st.integers(2, 9), min_size=4, max_size=20),
+    weights=st.tuples(*[st.sampled_from([0.5, 1.0, 1.75, 3.0])] * 2),
+    packing=st.booleans(),
+)
+def test_an_epoch_has_the_documents_of_a_source_as_often_as_its_weight_says(
+    lengths: list[int], weights: tuple[float, float], packing: bool
+) -> None:
+    sources = (len(lengths) - 2, 2)
+    made = replace(documents(lengths), sources=sources)
+    sequences = Sequences(made, size=9, packing=packing, seed=0, weights=weights)
+
+    first = 0
+    for epoch in range(4):
+        end = sequences.in_epochs(epoch + 1)
+        counts = Counter(one.tokens[0] - 1 for row in range(first, end) for one in sequences.at(row))
+        for source, weight, start in zip(sources, weights, (0, sources[0]), strict=True):
+            found = [counts[number] for number in range(start, start + source)]
+            assert sum(found) == int(weight) * source + round(weight % 1 * source)
+            assert set(found) <= {int(weight), int(weight) + 1}
+        first = end
+    # Asked in another order, rows are the same.
+    again = Sequences(made, size=9, packing=packing, seed=0, weights=weights)
+    assert again.at(first - 1) == sequences.at(first - 1)
+
+
+def test_weights_of_one_change_nothing_and_parts_of_others_change_by_epoch() -> None:
+    made = replace(documents([3] * 12), sources=(4, 8))
+    plain = Sequences(made, size=3, packing=True, seed=0)
+    ones, parts = (
+        Sequences(made, size=3, packing=True, seed=0, weights=weights) for weights in ((1.0, 1.0), (1.0, 0.5))
+    )
+
+    assert [ones.at(row) for row in range(36)] == [plain.at(row) for row in range(36)]
+    assert parts.in_epochs(3) == 24
+    assert len({one.tokens[0] for row in range(24) for one in parts.at(row)}) > 8
+
+
+def test_held_out_documents_leave_their_source() -> None:
+    made = replace(documents([3] * 12), sources=(4, 8))
+
+    training, evaluated = held_out(made, 0.25)
+
+    assert sum(training.sources) == len(training.all) == 9
+    assert training.sources[0] == sum(one.tokens[0] <= 4 for one in training.all)
+    assert len(evaluated.all) == 3
 
 
 def test_orders_differ_between_epochs_and_seeds() -> None:

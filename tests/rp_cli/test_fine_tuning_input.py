@@ -147,6 +147,11 @@ WRONG = {
     "all held out": (["--data", "hold.jsonl", "--held-out", "0.9"], "does not exist"),
     "held out twice": (["--held-out", "0.1", "--eval-data", "texts.jsonl"], "exclude each other"),
     "evaluation of nothing": (["--eval-every", "2"], "--eval-every needs"),
+    "a weight for each of two": (
+        ["--data-weights", "1", "2"],
+        "a number for each of --data, which are 1, but are 2",
+    ),
+    "a weight of nothing": (["--data-weights", "0"], "--data-weights must be a finite number above 0"),
     "epochs and steps": (["--epochs", "2", "--steps", "2"], "exclude each other"),
     "resume and overwrite": (["--resume", "--overwrite"], "exclude each other"),
     "targets without adapters": (["--lora-targets", "q_proj"], "--lora-targets needs --lora"),

@@ -384,3 +384,30 @@ def test_another_run_in_the_folder_is_refused_or_replaced(
     first, other = (timeless(finetuning.lines(folder)[1]) for folder in (run, whole["full"]))
     assert first["loss"] != other["loss"]
     assert (run / "notes.txt").read_text() == "mine"
+
+
+def test_a_finished_run_is_extended_as_if_it_had_been_longer(
+    inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A rate that does not depend on the number of steps.
+    given = [*inputs, "--schedule", "constant", "--warm-up", "1"]
+    run, longer = tmp_path / "run", tmp_path / "longer"
+
+    assert main([*given, "--output", str(run), "--steps", "4"]) == 0
+    first = load_file(run / "model" / "model.safetensors")
+    again = [*given, "--output", str(run), "--resume"]
+    assert main([*again, "--steps", "3"]) == 2
+    assert "--steps was 4 and is 3" in capsys.readouterr().err
+    assert main([*again, "--steps", "7"]) == 0
+
+    shown = capsys.readouterr().out
+    assert "extended from 4 to 7 steps: from here on, the learning rate is that of a run of 7 steps" in shown
+    assert main([*given, "--output", str(longer)]) == 0
+    assert_same(run, longer)
+    kept = load_file(run / "model-after-step-4" / "model.safetensors")
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in first.items())
+    # Now it has seven.
+    assert main([*again, "--steps", "7"]) == 0
+    assert "is finished" in capsys.readouterr().out
+    assert main([*given, "--output", str(run), "--overwrite", "--steps", "1"]) == 0
+    assert not (run / "model-after-step-4").exists()

@@ -19,8 +19,13 @@ def without_names(given: FineTuning) -> FineTuning:
 
     Raises `Refused` for what can neither be downloaded nor found in the cache.
     """
+    counts = [len(_files("--data", path)) for path in given.data or ()] if given.data_weights else []
+    weights = [
+        weight for weight, count in zip(given.data_weights or (), counts, strict=True) for _ in range(count)
+    ]
     return replace(
         given,
+        data_weights=tuple(weights) or None,
         model=_model("--model", given.model),
         tokenizer=None if given.tokenizer is None else _model("--tokenizer", given.tokenizer),
         data=_data("--data", given.data),

@@ -225,6 +225,9 @@ class FineTuning(AdapterOptions):
         "learn completions and what the assistant says, instead of everything", FLAG, False
     )
     skip_bad_rows: bool = _tuning("omit rows of the data that cannot be used, and tell which", FLAG, False)
+    data_weights: tuple[float, ...] | None = _tuning(
+        "how often an epoch has each of --data, such as 1 0.5 3", several(positive("WEIGHT")), shown="each once"
+    )
     compile: bool = _tuning("compile the layers", FLAG, False, is_free=True)
     resume: bool = _tuning(
         "go on from the newest whole checkpoint in --output",
@@ -240,6 +243,11 @@ class FineTuning(AdapterOptions):
         for flag, value in (("--data", self.data), ("--output", self.output)):
             if value is None and not self.is_small:
                 raise Refused(f"{flag} must be given with --model")
+        if self.data_weights is not None and len(self.data_weights) != len(self.data or ()):
+            raise Refused(
+                f"--data-weights must be a number for each of --data, which are {len(self.data or ())}, but are "
+                f"{len(self.data_weights)}"
+            )
         if self.eval_every is not None and not (self.held_out or self.eval_data):
             raise Refused("--eval-every needs --eval-data or --held-out, to tell what to evaluate")
         if self.betas is not None and self.optimizer not in WITH_BETAS:

@@ -7,15 +7,31 @@ from pathlib import Path
 from typing import Any
 
 from rp_trainer.errors import Refused
+from rp_trainer.finetuning.extending import earlier_steps, extend
 from rp_trainer.finetuning.files import earlier_options, has_run
+from rp_trainer.finetuning.settings import Names
 
 from rp_cli.finetune.options import FineTuning
 from rp_cli.options.declared import declared
 
 # The values in runs from before an option existed.
-_EARLIER_DEFAULTS: dict[str, Any] = {"optimizer_state": "fp32", "skip_bad_rows": False}
+_EARLIER_DEFAULTS: dict[str, Any] = {"optimizer_state": "fp32", "skip_bad_rows": False, "data_weights": None}
+# Options that an extended run may have others of.
+_LENGTHS = ("steps", "epochs")
 # Where options.json has the time that chat templates see.
 CLOCK = "clock"
+
+
+def extended(options: FineTuning, steps: int, names: Names) -> str:
+    """Give the run that goes on so many steps; return what to tell of it, with a line's end."""
+    assert options.output is not None
+    earlier, values = earlier_steps(options.output), options.jsonable()
+    beside = extend(options.output, steps, {name: values[name] for name in _LENGTHS}, names)
+    kept = "" if beside is None else f"; the model so far is kept in {beside}"
+    return (
+        f"extended from {earlier} to {steps} steps: from here on, the learning rate is that of a run of {steps} "
+        f"steps{kept}\n"
+    )
 
 
 def clock_of(options: FineTuning) -> datetime:
@@ -27,18 +43,27 @@ def clock_of(options: FineTuning) -> datetime:
     return datetime.now() if began is None else datetime.fromisoformat(began)
 
 
-def check_same(options: FineTuning, folder: Path, digest: str) -> None:
+def is_extended(options: FineTuning, steps: int) -> bool:
+    """Return whether a run that goes on gets more steps than it had."""
+    if options.output is None or not (options.resume and has_run(options.output)):
+        return False
+    earlier = earlier_steps(options.output)
+    return earlier is not None and steps > earlier
+
+
+def check_same(options: FineTuning, folder: Path, digest: str, steps: int = 0) -> None:
     """Raise `Refused` unless the run in the output folder had the same options and the same data.
 
-    Paths may differ: data is compared by its tokens, the model by its checkpoint.
+    Paths may differ: data is compared by its tokens, the model by its checkpoint. There may be more `steps`.
     """
     earlier, options_of = earlier_options(folder), declared(FineTuning)
+    free = _LENGTHS if is_extended(options, steps) else ()
     if "data_digest" not in earlier:
         raise Refused(f"--resume: {folder} has a run of an earlier version, which cannot be continued")
     for name, value in options.jsonable().items():
         was = earlier.get(name, _EARLIER_DEFAULTS.get(name))
         option = options_of[name]
-        if not (option.is_free or option.kind.is_place) and was != value:
+        if not (name in free or option.is_free or option.kind.is_place) and was != value:
             raise Refused(
                 f"--resume needs the same options, but {option.flag} was {_words(was)} and is "
                 f"{_words(value)}; set it as it was, or name another --output"

@@ -41,7 +41,7 @@ from rp_cli.finetune.model import (
 )
 from rp_cli.finetune.options import FineTuning
 from rp_cli.finetune.places import check_places
-from rp_cli.finetune.resumed import CLOCK, check_same, clock_of
+from rp_cli.finetune.resumed import CLOCK, check_same, clock_of, extended, is_extended
 from rp_cli.options.declared import declared
 from rp_cli.telling.console import Progress
 from rp_cli.telling.streams import telling
@@ -137,6 +137,11 @@ def _inputs(given: FineTuning, clock: datetime) -> tuple[FineTuning, Any, Data]:
     return options, *_read(options, clock)
 
 
+def _extend(options: FineTuning, data: Data) -> None:
+    if is_extended(options, data.steps):
+        print(extended(options, data.steps, NAMES), end="", flush=True)
+
+
 def _fetch_weights(given: FineTuning, options: FineTuning) -> None:
     if is_on_hub(given):
         fetch_weights(given, options.model)
@@ -163,8 +168,8 @@ def _is_finished(options: FineTuning, data: Data) -> bool:
     """Return whether the run to resume has ended. Raises `Refused` if it had other options or data."""
     if options.output is None or not (options.resume and has_run(options.output)):
         return False
-    check_same(options, options.output, data.digest)
-    return (options.output / MODEL).is_dir()
+    check_same(options, options.output, data.digest, data.steps)
+    return (options.output / MODEL).is_dir() and not is_extended(options, data.steps)
 
 
 def _check_installed(options: FineTuning) -> None:
@@ -213,7 +218,7 @@ def _data(
     if evaluated is None and options.held_out:
         training, evaluated = held_out(training, options.held_out)
     pad = pad_of(tokenizer)
-    sequences = _sequences(options, training)
+    sequences = _sequences(options, training, options.data_weights)
     batches = Steps(sequences, batch=options.batch, accumulation=options.accumulation, pad=pad)
     evaluation = (
         None if evaluated is None else Evaluation(_sequences(options, evaluated).batches(options.batch, pad))
@@ -224,8 +229,8 @@ def _data(
     return Data(replace(training, largest=largest), batches, evaluation, sequences, digest, steps, clock, notes)
 
 
-def _sequences(options: FineTuning, documents: Documents) -> Sequences:
-    return Sequences(documents, size=options.sequence, packing=options.packing, seed=options.seed)
+def _sequences(options: FineTuning, documents: Documents, weights: Sequence[float] | None = None) -> Sequences:
+    return Sequences(documents, size=options.sequence, packing=options.packing, seed=options.seed, weights=weights)
 
 
 def _described(options: FineTuning, data: Data) -> str:
@@ -264,6 +269,7 @@ def _train(
 ) -> Outcome:
     check_causality(model, vocabulary_of(model.named_model), is_packed=options.packing)
     settings = settings_of(options, data.steps)
+    processes.lead(lambda: _extend(options, data))
 
     def kept_in(folder: Folder) -> InFolder:
         facts = {**options.jsonable(), "data_digest": data.digest, CLOCK: data.clock.isoformat()}

@@ -184,14 +184,18 @@ def earlier_options(folder: Path) -> dict[str, Any]:
     return options
 
 
+def earlier_model(steps: int | str) -> str:
+    """Return the name of the model that a run had after so many steps, before it was extended."""
+    return f"{MODEL}-after-step-{steps}"
+
+
 def remove_results(folder: Path, names: Names) -> None:
     """Remove the results of an earlier run.
 
     Raises `Refused` if one cannot be removed.
     """
     try:
-        for name in ALL_RESULTS:
-            path = folder / name
+        for path in (*folder.glob(earlier_model("*")), *(folder / name for name in ALL_RESULTS)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

@@ -15,6 +15,7 @@ from rp_checkpoint.errors import CheckpointError
 from rp_engine.errors import MachineFailed
 
 from rp_trainer.errors import Refused, ToldElsewhere, Unwritable
+from rp_trainer.finetuning.extending import SETTINGS
 from rp_trainer.finetuning.files import (
     CHECKPOINTS,
     METRICS,
@@ -32,8 +33,6 @@ from rp_trainer.finetuning.settings import Settings
 from rp_trainer.finetuning.training import Training
 
 _LOG = logging.getLogger(__name__)
-# Where options.json has the settings of the training.
-_SETTINGS = "settings"
 # How often a last checkpoint is tried.
 _ATTEMPTS = 3
 # What is raised if a checkpoint cannot be written, on this machine or on another one.
@@ -139,12 +138,12 @@ class InFolder:
             self._refuse_other(settings)
         else:
             remove_results(folder, self._names)
-            create_output(folder, {**self._options, _SETTINGS: settings.told()}, self._names)
+            create_output(folder, {**self._options, SETTINGS: settings.told()}, self._names)
         self._folder.note_options()
         return goes_on
 
     def _refuse_other(self, settings: Settings) -> None:
-        was: Mapping[str, object] = earlier_options(self._folder.folder).get(_SETTINGS, {})
+        was: Mapping[str, object] = earlier_options(self._folder.folder).get(SETTINGS, {})
         for name, value in settings.told().items():
             if was.get(name, value) != value:
                 raise Refused(

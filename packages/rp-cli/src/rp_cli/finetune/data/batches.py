@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -21,25 +22,63 @@ _STEP = 8
 class Sequences:
     """Documents as rows of a batch. `packing`: several in a row of `size` tokens, otherwise one in each row.
 
-    Each epoch has every document once, in an order that depends only on the seed and the epoch.
+    Each epoch has every document once, in an order that depends only on the seed and the epoch. `weights`: how
+    often an epoch has the documents of each source instead; with 1.5, each of them once, and half of them twice.
     """
 
-    def __init__(self, documents: Documents, *, size: int, packing: bool, seed: int) -> None:
+    def __init__(
+        self,
+        documents: Documents,
+        *,
+        size: int,
+        packing: bool,
+        seed: int,
+        weights: Sequence[float] | None = None,
+    ) -> None:
         self._documents = documents.all
         self._lengths = documents.lengths
         self._size, self._packing, self._seed = size, packing, seed
+        sources = documents.sources or [len(documents.all)]
+        self._sources = list(zip(sources, weights or [1.0] * len(sources), strict=True))
         self._row_cache = lru_cache(maxsize=2)(self._rows)
         self.in_epoch = len(self._row_cache(0))
+        # The first row of each epoch. Of other documents, packing makes other rows.
+        self._starts = [0, self.in_epoch]
+        self._is_even = all(float(weight).is_integer() for _, weight in self._sources)
 
     def at(self, number: int) -> list[Document]:
         """Return the documents of row `number`, counted through all epochs."""
-        epoch, row = divmod(number, self.in_epoch)
-        return [self._documents[at] for at in self._row_cache(epoch)[row]]
+        while self._starts[-1] <= number:
+            self._add_epoch()
+        epoch = bisect_right(self._starts, number) - 1
+        return [self._documents[at] for at in self._row_cache(epoch)[number - self._starts[epoch]]]
+
+    def in_epochs(self, count: int) -> int:
+        """Return the number of rows of the first `count` epochs."""
+        while len(self._starts) <= count:
+            self._add_epoch()
+        return self._starts[count]
+
+    def _add_epoch(self) -> None:
+        rows = self.in_epoch if self._is_even else len(self._row_cache(len(self._starts) - 1))
+        self._starts.append(self._starts[-1] + rows)
+
+    def _in_epoch(self, epoch: int) -> list[int]:
+        """Return the documents of an epoch, by number."""
+        chosen: list[int] = []
+        first = 0
+        for number, (count, weight) in enumerate(self._sources):
+            chosen += [*range(first, first + count)] * int(weight)
+            if part := round(weight % 1 * count):
+                some = random.Random(f"{self._seed} {epoch} {number}").sample(range(first, first + count), part)
+                chosen += sorted(some)
+            first += count
+        return chosen
 
     def _rows(self, epoch: int) -> list[list[int]]:
         # A string seeds by its SHA-512, so neighbouring seeds and epochs give unrelated orders.
         numbers = random.Random(f"{self._seed} {epoch}")
-        order = list(range(len(self._documents)))
+        order = self._in_epoch(epoch)
         numbers.shuffle(order)
         if not self._packing:
             return [[document] for document in order]
@@ -113,7 +152,7 @@ class Steps:
 
     def in_epochs(self, epochs: int) -> int:
         """Return the number of steps in `epochs` epochs."""
-        return -(-epochs * self._sequences.in_epoch // self.rows)
+        return -(-self._sequences.in_epochs(epochs) // self.rows)
 
     def calls(self, step: int) -> list[dict[str, Tensor]]:
         """Return the batches of step number `step`, counted from 1."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -69,12 +69,19 @@ def _reader(tokenizer: Any, manner: Manner, budget: Budget) -> Reader:
 
 
 def _sent(reader: Reader, option: str, paths: Sequence[Path], budget: Budget) -> Iterator[bytes]:
-    counts = Counts()
-    for documents in reader.pieces(read_samples(option, paths, budget, reader.notes), counts):
-        if documents:
-            yield _encoded(documents)
+    counts, sources = Counts(), [0] * len(paths)
+    for number, path in enumerate(paths):
+        for documents in reader.pieces(read_samples(option, [path], budget, reader.notes), counts):
+            if documents:
+                sources[number] += len(documents)
+                yield _encoded(documents)
     yield b""
-    facts = {"counts": asdict(counts), "notes": asdict(reader.notes), "has_end": reader.has_end}
+    facts = {
+        "counts": asdict(counts),
+        "notes": asdict(reader.notes),
+        "has_end": reader.has_end,
+        "sources": sources,
+    }
     yield json.dumps(facts).encode()
 
 
@@ -84,7 +91,8 @@ def _received(messages: Iterator[bytes]) -> Documents:
         documents += _decoded(message)
     facts: dict[str, Any] = json.loads(next(messages))
     counts, notes = Counts(**facts["counts"]), Notes(**facts["notes"])
-    return Documents.of(documents, counts, has_end=facts["has_end"], notes=notes)
+    read = Documents.of(documents, counts, has_end=facts["has_end"], notes=notes)
+    return replace(read, sources=facts["sources"])
 
 
 def _encoded(documents: Sequence[Document]) -> bytes:

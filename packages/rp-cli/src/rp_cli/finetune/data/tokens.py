@@ -77,13 +77,17 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """All documents of some files. `has_end`: whether the tokenizer has an end token."""
+    """All documents of some files. `has_end`: whether the tokenizer has an end token.
+
+    `sources`: how many documents each given path has, in order; empty if there is one.
+    """
 
     all: Sequence[Document]
     counts: Counts
     has_end: bool = True
     largest: int = field(default=0)
     notes: Notes = field(default_factory=Notes)
+    sources: Sequence[int] = ()
 
     @property
     def lengths(self) -> list[int]:
@@ -302,4 +306,9 @@ def held_out(documents: Documents, part: float) -> tuple[Documents, Documents]:
         )
     chosen = set(sorted(digests)[:wanted])
     one, other = ([d for d in documents.all if (d.digest in chosen) is given] for given in (False, True))
-    return replace(documents, all=one), replace(documents, all=other, counts=Counts(), notes=Notes())
+    left, first = list[int](), 0
+    for count in documents.sources:
+        left.append(sum(d.digest not in chosen for d in documents.all[first : first + count]))
+        first += count
+    training = replace(documents, all=one, sources=left)
+    return training, replace(documents, all=other, counts=Counts(), notes=Notes(), sources=())
