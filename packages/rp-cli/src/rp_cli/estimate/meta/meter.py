@@ -13,20 +13,19 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+
+from rp_cli.estimate.meta.products import flops_of
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention
-_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
-# The position of the argument `is_causal` of these operations.
-_IS_CAUSAL = {_FLASH: 4, _FLASH_BACKWARD: 11}
 
 
 class Meter(TorchDispatchMode):
     """Counts the operations and bytes of the code inside the context.
 
     `flops`: multiplications and additions of matrix products, convolutions and attention; a causal mask halves an
-    attention's. `held_bytes`: the memory of the tensors that were created inside, after each; `peak_bytes`:
-    the most of it. `used`: called with each tensor that an operation takes.
+    attention's. `uncounted`: operations with matrices whose arithmetic is not known. `held_bytes`: the memory of
+    tensors that were created inside, after each; `peak_bytes`: the most of it. `used`: called with each tensor
+    that an operation takes.
 
     >>> with Meter() as meter:
     ...     product = torch.empty(4, 8, device="meta") @ torch.empty(8, 2, device="meta")
@@ -37,6 +36,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, used: Callable[[Tensor], None] | None = None) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType] - torch does not annotate it
         self.flops = 0
+        self.uncounted: set[str] = set()
         self.held_bytes: list[int] = []
         self._held_bytes = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -62,10 +62,10 @@ class Meter(TorchDispatchMode):
         return out
 
     def _count(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        if packet in flop_registry:
-            flops = cast(int, flop_registry[packet](*args, **kwargs, out_val=out))
-            at = _IS_CAUSAL.get(packet)
-            self.flops += flops // 2 if at is not None and len(args) > at and args[at] else flops
+        flops = flops_of(packet, args, kwargs, out)
+        if flops is None:
+            self.uncounted.add(str(packet))
+        self.flops += flops or 0
 
     def _hold(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

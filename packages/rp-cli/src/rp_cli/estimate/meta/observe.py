@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from rp_cli.estimate.meta.meter import (
     storage_bytes,
     tensors_in,
 )
+from rp_cli.estimate.meta.products import UncountedWarning
 
 _BACKWARD_PER_FORWARD = 2
 
@@ -94,10 +96,22 @@ def observe(model: nn.Module, sequence: int) -> Observed:
     """
     try:
         one, two = (_Pass(model).run(sequences, sequence) for sequences in (1, 2))
+        if one.uncounted:
+            _warn(model, one.uncounted)
         facts = tuple(_growing(*each) for each in zip(one.figures, two.figures, strict=True))
         return Observed(facts, one.modules, one.hidden, one.vocabulary, is_counted=True)
     except Uncountable:
         return by_shapes(model, sequence)
+
+
+def _warn(model: nn.Module, uncounted: set[str]) -> None:
+    names = ", ".join(sorted(uncounted))
+    warnings.warn(
+        f"the arithmetic of {names} in a {type(model).__name__} is not known and not counted, so steps take "
+        "longer than is said",
+        UncountedWarning,
+        stacklevel=2,
+    )
 
 
 def by_shapes(model: nn.Module, sequence: int) -> Observed:
@@ -139,6 +153,7 @@ class _Seen:
     """A model as it ran with a number of sequences."""
 
     figures: list[_Figures]
+    uncounted: set[str]
     modules: tuple[nn.Module, ...]
     hidden: int
     vocabulary: int
@@ -198,6 +213,7 @@ class _Pass:
         self._called: list[tuple[nn.Module, _Figures]] = []
         self._around = [_Around()]
         self._inside = False
+        self._uncounted: set[str] = set()
         self._meter = Meter(self._note_used)
 
     def run(self, sequences: int, sequence: int) -> _Seen:
@@ -226,7 +242,7 @@ class _Pass:
             kind = _kind(layer, args, kwargs)
             if kind not in self._kinds:
                 self._inside = True
-                self._kinds[kind] = _measured(layer, forward, args, kwargs)
+                self._kinds[kind] = _measured(layer, forward, args, kwargs, self._uncounted)
                 self._inside = False
             facts, out = self._kinds[kind]
             self._called.append((layer, facts))
@@ -269,13 +285,17 @@ class _Pass:
         figures.append(_figures_around(last, 0, kept=3 * hidden_bytes))
         modules.append(Holder(list(last.tensors.values())))
         hidden = hidden_bytes // (tokens * _itemsize(self._model))
-        return _Seen(figures, tuple(modules), hidden, vocabulary)
+        return _Seen(figures, self._uncounted | self._meter.uncounted, tuple(modules), hidden, vocabulary)
 
 
 def _measured(
-    layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    uncounted: set[str],
 ) -> tuple[_Figures, Any]:
-    """Run one layer forward and backward; return its figures and its output."""
+    """Run one layer forward and backward; return its figures and output. Add to `uncounted` what is not known."""
     (args, kwargs), given = _inputs((args, dict(kwargs)))
     own = [*layer.parameters(), *layer.buffers()]
     meter = Meter()
@@ -295,6 +315,7 @@ def _measured(
         grads = [torch.empty_like(leaf) for leaf in results]
         if wanted and results:
             torch.autograd.grad(results, wanted, grads, allow_unused=True)
+    uncounted |= meter.uncounted
     return _Figures(
         forward_flops,
         meter.flops - forward_flops,
