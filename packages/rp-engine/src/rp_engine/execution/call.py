@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from rp_engine.habits import Habits
 from rp_engine.settings.run_config import Grain, Launch
 from rp_engine.state.model_state import ModelState
 
+_NUMBERS = itertools.count()
 LossFn = Callable[[Any, Any], torch.Tensor | Sequence[torch.Tensor]]
 View = Callable[[Any], Any]
 
@@ -99,7 +101,7 @@ class Call:
     caller waits until the results are on the host. `first_microbatch`: the number of this machine's first one.
     `habits`: what layers were seen to do when the call was launched. `compares`: whether what layers recompute is
     compared with what forward gave, which `recomputed` tells when the call is over. `aside`: None for a call
-    of the user's. `launch`: see `RoundPipeRunConfig`.
+    of the user's. `launch`: see `RoundPipeRunConfig`. `number`: no other call of the process has it.
     """
 
     name: str
@@ -123,6 +125,7 @@ class Call:
     launch: Launch = "eager"
     recomputed: list[Recomputed] = field(default_factory=list[Recomputed])
     losses_seen: LossesSeen = field(default_factory=LossesSeen)
+    number: int = field(default_factory=_NUMBERS.__next__)
 
     @property
     def num_layers(self) -> int:
@@ -167,6 +170,15 @@ class Call:
             for setting in self.autocast:
                 if setting.enabled:
                     stack.enter_context(torch.autocast(setting.device_type, enabled=False))
+            yield
+
+    @contextmanager
+    def uncached_autocast(self) -> Generator[None]:
+        """Keep autocast's casts of weights for nobody else, and take none that were made before."""
+        with ExitStack() as stack:
+            for setting in self.autocast:
+                if setting.enabled:
+                    stack.enter_context(torch.autocast(setting.device_type, setting.dtype, cache_enabled=False))
             yield
 
     def where(self, layer: int) -> str:

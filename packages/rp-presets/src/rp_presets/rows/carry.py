@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from rp_presets.rows.absent import Spec
-from rp_presets.rows.trees import Box
+from rp_presets.rows.trees import Box, frozen
 
 # The origin of a result or argument, (list, name, number). For a part that runs before list of layers `list`: the
 # part's name and the number of its call. For a layer of that list: an empty name and the layer's index. For an
@@ -53,6 +54,9 @@ class Program:
     in place of tensors. `specs`: shapes and dtypes of the layers' results, by key, where known. `truths`: the
     answers of the truth tests before the layers, in order. It is passed on as one object, and is not a dataclass,
     so that it is a leaf in trees of tensors.
+
+    Programs are equal if layers do the same by them, so that what was captured with one may be replayed with
+    another. The rest is for the code after the layers.
     """
 
     def __init__(
@@ -68,6 +72,22 @@ class Program:
         self.past = dict(past)
         self.specs = dict(specs)
         self.truths = tuple(truths)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Program) and self._read_by_layers == other._read_by_layers)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Once: tuples do not keep theirs, and it is asked of each microbatch.
+        return hash(self._read_by_layers)
+
+    @cached_property
+    def _read_by_layers(self) -> Hashable:
+        calls = [(call.arguments, call.result, call.done, call.done_boxes) for call in self.calls]
+        return frozen(calls), frozen(self.empty)
 
     def __deepcopy__(self, memo: object) -> Program:
         del memo

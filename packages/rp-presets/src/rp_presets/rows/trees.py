@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterator, MutableMapping
+from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import Any, TypeGuard, cast
 
@@ -119,3 +120,29 @@ def same(one: Any, other: Any) -> bool:
     """Return whether two trees hold the same objects in the same places."""
     ones, others = list(leaves(one)), list(leaves(other))
     return len(ones) == len(others) and all(a is b for a, b in zip(ones, others, strict=True))
+
+
+def frozen(tree: Any) -> Hashable:
+    """Return a value that is equal for trees of the same types, keys and constants; other leaves equal themselves.
+
+    >>> frozen([1, {"a": None}]) == frozen([1, {"a": None}]), frozen([1]) == frozen((1,)), frozen(1) == frozen(1.0)
+    (True, False, False)
+    """
+    if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
+        return type(cast("object", tree)), tuple(map(frozen, cast("tuple[Any, ...]", tree)))
+    if isinstance(tree, MutableMapping):
+        items = cast("MutableMapping[Any, Any]", tree).items()
+        return type(cast("object", tree)), tuple((key, frozen(value)) for key, value in items)
+    try:
+        hash(tree)
+    except TypeError:
+        # Such as a slice in Python 3.11.
+        return type(tree), _Same(tree)
+    return type(tree), tree
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Same:
+    """Is equal to itself alone. `held`: as long as it lives, nothing else has its address."""
+
+    held: object

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,13 +16,13 @@ from rp_transfer import GraphPool, NotCapturable, is_out_of_memory
 from rp_engine.device.activations import enter
 from rp_engine.device.memory.graph_store import Entry, FixedBlock
 from rp_engine.device.randomness import Drawer
-from rp_engine.device.replica import has_hooks
 from rp_engine.device.weights import Weights
 from rp_engine.errors import ImpureLayer
 from rp_engine.execution.effects.attributes import Attributes, ModuleCopy, attributes_of
 from rp_engine.execution.effects.later import sketch
 from rp_engine.execution.lazy import is_lazy
 from rp_engine.execution.stage.activity import TaskActivity
+from rp_engine.execution.stage.graphable import Graphable, task_reason
 from rp_engine.execution.stage.layer_runs import LayerRuns
 from rp_engine.execution.stage.span import Span, SpanWork, tensors_of
 from rp_engine.execution.stage.workplace import Workplace
@@ -30,8 +31,6 @@ from rp_engine.state.gradient import sum_dtype
 from rp_engine.telemetry.layer_times import LayerTimes
 
 _LOG = logging.getLogger(__name__)
-# A task's first microbatch runs as its weights arrive, its last one as its gradients leave: graphs do neither.
-_LEAST_MICROBATCHES = 3
 # The greatest difference, as a part of the norm, between a replay and a run by Python that roundings explain.
 _ROUNDINGS, _LEAST, _MOST = 16, 1e-3, 0.25
 # Graphs are tried again in one of so many calls of a mode on a device.
@@ -76,26 +75,20 @@ class TaskGraphs:
         self._weights = weights
         self._layers = layers
         self._activity = activity
-        self._call_number = self._store.number(call.mode, call.state.num_runs)
+        self._call_number = self._store.number(call.mode, call.number)
         # Tasks that add gradients run layers with a graph of autograd.
         self._trains = task.adds_gradients
         self._last = task.microbatches[-1] if self._trains else None
-        self._graphable: dict[int, bool] = {}
+        self._graphable = Graphable(place)
+        self._may_capture: dict[int, bool] = {}
         self._num_spans = 0
         # The first layer beyond those that graphs are there for, or to be.
         self._prepared = 0
         self._added: set[Block] = set()
-        self.is_used = (
-            call.launch == "graphs"
-            and not self._store.is_off
-            and is_whole
-            and times is None
-            and call.grain == "stage"
-            and call.aside is None
-            and place.backend.abilities.captures_graphs
-            and len(task.microbatches) >= _LEAST_MICROBATCHES
-            and not any(setting.enabled for setting in call.autocast)
-        )
+        self.is_used = call.launch == "graphs" and call.aside is None and times is None and not self._store.is_off
+        if self.is_used and (reason := task_reason(place, task, is_whole=is_whole)) is not None:
+            self._tell(task.layers, reason)
+            self.is_used = False
         if self.is_used:
             weights.fixed = self._store.fixed
 
@@ -150,31 +143,24 @@ class TaskGraphs:
     def _span(self, layers: range) -> range:
         """The first layers of a range that graphs may launch."""
         stop = layers.start
-        while stop < layers.stop and self._may_capture(stop):
+        while stop < layers.stop and self._asks_nothing(stop):
             stop += 1
         return range(layers.start, stop)
 
-    def _may_capture(self, layer: int) -> bool:
-        if layer not in self._graphable:
-            # A call that compares looks anew at what layers draw, so it goes by what calls before it have seen.
-            known = self._store.graphable
-            self._graphable[layer] = known.get(layer, False) if self._call.compares else self._asks_nothing(layer)
-            known[layer] = self._graphable[layer]
-        return self._graphable[layer]
-
     def _asks_nothing(self, layer: int) -> bool:
         """Whether a layer's forward is all that there is to a run of it, by what was seen of it."""
-        habits, drawer, state = self._call.habits, Drawer("layer", layer), self._call.state.layers[layer]
-        return (
-            layer not in self._store.refused
-            and drawer in habits.not_drawing
-            and drawer not in habits.writers
-            and not state.has_buffers
-            and not self._layers.is_for_loss(layer)
-            and not self._twins.prepares(layer)
-            and not self._twins.is_packed(layer)
-            and not any(has_hooks(module) for module in state.module.modules())
-        )
+        if layer in self._store.refused or self._layers.is_for_loss(layer):
+            return False
+        if layer not in self._may_capture:
+            known = self._store.graphable
+            # A call that compares looks anew at what layers draw, so it goes by what calls before it have seen.
+            if not self._call.compares and self._graphable.is_known(layer):
+                reason = self._graphable.reason(layer)
+                known[layer] = reason is None
+                if reason is not None:
+                    self._tell(range(layer, layer + 1), reason)
+            self._may_capture[layer] = known.get(layer, False)
+        return self._may_capture[layer]
 
     def _blocks(self, layers: range) -> list[Block]:
         return [block for layer in layers for block in self._call.state.layers[layer].blocks]
@@ -184,7 +170,8 @@ class TaskGraphs:
         # A forward without gradients makes what requires none, and one without seeds draws as the caller does.
         kind = self._trains, self._call.mode, self._call.randomness is None
         flags = self._call.flags[layers.start : layers.stop]
-        return layers, kind, flags, tuple(map(id, modules)), treedef, tuple(map(_signature, leaves))
+        signatures = tuple(map(_signature, leaves))
+        return layers, kind, flags, self._call.autocast, tuple(map(id, modules)), treedef, signatures
 
     def _modules(self, layers: range) -> tuple[torch.nn.Module, ...]:
         return tuple(self._twins.module(layer, self._call.flags[layer]) for layer in layers)
@@ -240,19 +227,29 @@ class TaskGraphs:
         if entry.span is not None:
             entry.span.close()
         entry.span, entry.reason = None, reason
+        self._tell(layers, reason)
+
+    def _tell(self, layers: range, reason: str) -> None:
+        """Log once for each model and reason why layers run without graphs."""
         told = self._call.habits.told
         if reason not in told:
             told.add(reason)
             _LOG.info("model %r: %s run without graphs: %s", self._call.name, _words(layers), reason)
 
     def _captured(self, layers: range, place: int, leaves: Sequence[Any], treedef: Any) -> Span:
-        if any(is_lazy(leaf) or not isinstance(leaf, (torch.Tensor, *_VALUES)) for leaf in leaves):
-            raise NotCapturable("their inputs hold objects beside tensors and plain values")
+        for leaf in leaves:
+            if is_lazy(leaf) or not (isinstance(leaf, torch.Tensor) or _is_value(leaf)):
+                kind = type(leaf).__qualname__
+                raise NotCapturable(
+                    f"their inputs hold a {kind}, which is no tensor and has no hash of its contents"
+                )
         self._fix(layers)
         before = self._attributes(layers)
-        work = SpanWork(layers, self._plain, self._drawing(layers), self._trains, self._weights.adding)
+        work = SpanWork(layers, self._plain, self._drawing(layers), self._trains, self._backward)
         try:
-            span = Span(self._device, self._pool(place), work, leaves, treedef)
+            # A cast that an earlier microbatch made is no memory of the graph's.
+            with self._call.uncached_autocast():
+                span = Span(self._device, self._pool(place), work, leaves, treedef)
         finally:
             # What was added and counted while it was captured is no gradient.
             self._weights.make_new_sums()
@@ -271,6 +268,11 @@ class TaskGraphs:
                 # From the next call on those beside it are captured without it.
                 self._store.refused.add(layer)
             raise
+
+    @contextmanager
+    def _backward(self) -> Generator[None]:
+        with self._call.without_autocast(), self._weights.adding():
+            yield
 
     def _drawing(self, layers: range) -> tuple[int, ...]:
         drawing = () if self._call.randomness is None else self._call.habits.drawing_on_device
@@ -371,7 +373,7 @@ class TaskGraphs:
         if not self._trains:
             return found, []
         ends = [one for one in tensors if one.requires_grad and not any(one is leaf for leaf in given)]
-        with self._weights.adding():
+        with self._backward():
             torch.autograd.backward(ends, [end.detach().clone() for end in ends])
         found.append(sketch([leaf.grad for leaf in grad_leaves if leaf is not None], device))
         return found, [sketch([sums], device) for sums in self._weights.sums_of(self._blocks(span.layers))]
@@ -393,4 +395,17 @@ def _norm(values: torch.Tensor) -> float:
 def _signature(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype, tuple(leaf.shape), tuple(leaf.stride()), leaf.requires_grad
-    return (type(leaf).__qualname__, leaf if isinstance(leaf, _VALUES) else None)
+    return type(leaf), leaf if _is_value(leaf) else None
+
+
+def _is_value(leaf: object) -> bool:
+    """Whether an equal object may stand for it: it has a hash of its contents, which thus do not change."""
+    if isinstance(leaf, _VALUES):
+        return True
+    if type(leaf).__hash__ in (None, object.__hash__):
+        return False
+    try:
+        hash(leaf)
+    except TypeError:
+        return False
+    return True

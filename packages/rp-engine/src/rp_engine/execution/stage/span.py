@@ -35,7 +35,7 @@ class SpanWork:
 
 
 class Passed(NamedTuple):
-    """A result that is an input itself: the number of that leaf."""
+    """A result that is an input itself, a tensor or an object: the number of that leaf."""
 
     leaf: int
 
@@ -174,8 +174,9 @@ def tensors_of(leaves: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _held(leaf: torch.Tensor) -> torch.Tensor:
-    """Memory of its own for an input, laid out as the input is."""
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).zero_()
+    """Memory of its own for an input, laid out as the input is, with its values: a layer may index by them."""
+    memory = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    return memory.copy_(leaf.detach())
 
 
 def _without_graph(tree: Any) -> Any:
@@ -195,7 +196,8 @@ class _Seen(NamedTuple):
 
 def _seen(tree: Any, inside: Sequence[Any], grad_leaves: list[torch.Tensor | None], *, trains: bool) -> _Seen:
     leaves, treedef = rp_batch.flatten(tree)
-    given = {id(leaf): number for number, leaf in enumerate(inside) if isinstance(leaf, torch.Tensor)}
+    # Objects, too: a replay hands on that of its own microbatch, which is equal to this only where layers read it.
+    given = {id(leaf): number for number, leaf in enumerate(inside)}
     made = [leaf for leaf in tensors_of(leaves) if id(leaf) not in given]
     numbers = {id(leaf): number for number, leaf in enumerate(made)}
     if len(numbers) < len(made) or _share_memory([*made, *tensors_of(inside)]):
@@ -203,11 +205,11 @@ def _seen(tree: Any, inside: Sequence[Any], grad_leaves: list[torch.Tensor | Non
     if trains and sum(leaf.requires_grad for leaf in made) > 1:
         raise NotCapturable("several of the tensors that it returns require gradients")
     results = [
-        leaf
-        if not isinstance(leaf, torch.Tensor)
-        else Passed(given[id(leaf)])
+        Passed(given[id(leaf)])
         if id(leaf) in given
         else Made(numbers[id(leaf)], leaf.requires_grad)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
         for leaf in leaves
     ]
     return _Seen(results, treedef, made, grad_leaves)

@@ -1,0 +1,58 @@
+"""Which tasks and layers graphs may launch, and why they launch no others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rp_sched import Task
+
+from rp_engine.device.randomness import Drawer
+from rp_engine.device.replica import has_hooks
+from rp_engine.execution.stage.workplace import Workplace
+
+# A task's first microbatch runs as its weights arrive, its last one as its gradients leave: graphs do neither.
+LEAST_MICROBATCHES = 3
+
+
+def task_reason(place: Workplace, task: Task, *, is_whole: bool) -> str | None:
+    """Why graphs launch no layer of a task; None if they may."""
+    call = place.call
+    reasons = {
+        "this kind of device captures no graphs": not place.backend.abilities.captures_graphs,
+        'recompute_grain="layer" recomputes each layer apart': call.grain == "layer",
+        f"a task runs fewer than {LEAST_MICROBATCHES} microbatches": len(task.microbatches) < LEAST_MICROBATCHES,
+        "the task runs in parts, since device memory is short": not is_whole,
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Graphable:
+    """Tells of the layers of a task whether graphs may launch them, by what was seen of them."""
+
+    place: Workplace
+
+    def is_known(self, layer: int) -> bool:
+        """Whether it was seen what random numbers a layer draws. Without seeds capturing it shows that."""
+        habits, drawer = self.place.call.habits, Drawer("layer", layer)
+        return not self._is_seeded or drawer in habits.not_drawing or drawer in habits.sources
+
+    def reason(self, layer: int) -> str | None:
+        """What a run of a layer is beside its forward, in words; None if it is nothing else."""
+        habits, drawer = self.place.call.habits, Drawer("layer", layer)
+        twins, state = self.place.twins, self.place.call.state.layers[layer]
+        if self._is_seeded and drawer not in habits.not_drawing:
+            return "it draws random numbers on the host"
+        if drawer in habits.writers:
+            return "it writes its input"
+        if state.has_buffers:
+            return "it has buffers"
+        if twins.prepares(layer):
+            return "it has a `prepare`"
+        if twins.is_packed(layer):
+            return "its weights are packed"
+        return "it has hooks" if any(map(has_hooks, state.module.modules())) else None
+
+    @property
+    def _is_seeded(self) -> bool:
+        return self.place.call.randomness is not None
