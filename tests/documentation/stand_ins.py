@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
+from pathlib import Path
+
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-VOCABULARY = 64
+# Of the tokenizer that `roundpipe train` has for its toy.
+VOCABULARY = 257
 
 
 def qwen3() -> Qwen3ForCausalLM:
@@ -19,6 +23,8 @@ def qwen3() -> Qwen3ForCausalLM:
 def checkpoint(folder: str) -> None:
     """Write it where a page's code looks for a downloaded model."""
     qwen3().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        Path(folder, name).write_bytes(files("rp_cli").joinpath("finetune", "tiny", name).read_bytes())
 
 
 def batch(rows: int = 4, seed: int = 0, length: int = 8) -> dict[str, torch.Tensor]:

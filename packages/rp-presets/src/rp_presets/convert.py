@@ -15,7 +15,7 @@ from rp_presets.observing.imagined import own_losses
 from rp_presets.observing.inputs import example_inputs as inputs_for
 from rp_presets.observing.proof import proven
 from rp_presets.observing.trace import Seen, Trace, undisturbed
-from rp_presets.rows.arguments import names_of
+from rp_presets.rows.arguments import CACHES, names_of
 from rp_presets.rows.capture import Hooks
 from rp_presets.rows.glue import Epilogue, Interlude, Prologue
 from rp_presets.rows.layer import Layer
@@ -29,7 +29,10 @@ class Row(nn.Sequential):
 
     `whole_arguments`: names of arguments that every part of a split batch gets as a whole. `main_arguments`: names
     of arguments whose first dimension is the batch, even if other arguments have another first dimension.
+    `cache_arguments`: names of arguments that hold a key-value cache, which layers write.
     """
+
+    cache_arguments = CACHES
 
     # Transformers defines it as a number of positions, or their indices.
     whole_arguments = frozenset({"logits_to_keep"})

@@ -46,12 +46,15 @@ class RoundPipeBase(StandIn):
     _whole: WholeModel
     # Whether it was said that 16-bit masters are coarse.
     _is_told: bool
+    # What reads the weights call after call, so that no step may change them meanwhile; None: nothing.
+    _under_way: str | None
 
     def __init__(self, model: nn.Module, name: str | None, optim_dtype: torch.dtype | None) -> None:
         _check(model, name, optim_dtype)
         super().__init__(model, caller() if name is None else name)
         self._own("optim_dtype", optim_dtype)
         self._own("_is_told", False)
+        self._own("_under_way", None)
 
     # Between calls
 
@@ -71,6 +74,8 @@ class RoundPipeBase(StandIn):
             raise TypeError(
                 f"is_async must be a bool, but is {is_async!r} instead; arguments of step_fn come after it"
             )
+        if self._under_way is not None:
+            raise RuntimeError(f"{self._under_way} is under way; step after it has returned")
         self._whole.step(lambda: step_fn(*args, **kwargs), is_async=is_async)
 
     def synchronize(self) -> None:

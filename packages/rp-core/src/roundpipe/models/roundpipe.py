@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from inspect import ismethod
+from typing import Any, cast
 
 import rp_batch
 import torch
@@ -30,6 +31,7 @@ from roundpipe.models.calls.own_loss import call_loss, outputs_are_loss, with_lo
 from roundpipe.models.calls.surroundings import check_call, tell_no_cache
 from roundpipe.models.calls.untraced import untraced
 from roundpipe.models.dividing.splitter import CallSplitter
+from roundpipe.models.generating import generated
 from roundpipe.models.saved.facts import facts_of
 from roundpipe.models.unfit import refuse_unfit
 from roundpipe.models.wrapped.options import WrapOptions, given_config
@@ -144,8 +146,14 @@ class RoundPipe(RoundPipeBase):
 
         Raises `RuntimeError` if gradients are requested while torch's grad mode is off; `ValueError` for a loss of
         several microbatches, if it is unknown what each contributes; and what a layer raises.
+
+        A row of a Hugging Face model takes a key-value cache (`past_key_values`, given by name) without gradients.
+        Such a call runs on the first device in one microbatch, whatever the settings are, and leaves the cache's
+        tensors there.
         """
         config = given_config("roundpipe_run_config", roundpipe_run_config).over(self.model_run_config)
+        if any(kwargs.get(name) is not None for name in self._cache_arguments):
+            return self._forward_with_cache(args, kwargs, config)
         with self._engine.telling_forward(config, (args, kwargs)):
             check_call(self, self.name, args=args, kwargs=kwargs)
             self._tell_no_cache(args, kwargs)
@@ -160,6 +168,42 @@ class RoundPipe(RoundPipeBase):
             return outputs
         loss = placed(chosen.loss_of(parts, outputs), config)
         return with_loss(merged(outputs, parts, config), loss)
+
+    @property
+    def _cache_arguments(self) -> tuple[str, ...]:
+        """Names of arguments that hold a key-value cache; empty for rows that take none."""
+        return getattr(self.model, "cache_arguments", ())
+
+    def _forward_with_cache(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig
+    ) -> Any:
+        if torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad:
+            raise ValueError(
+                "a key-value cache must not be given in a call with gradients: layers write it, and would write "
+                "it again when they are recomputed; call the model under torch.no_grad()"
+            )
+        check_call(self, self.name, args=args, kwargs=kwargs)
+        self._refuse_call(kwargs)
+        arrivals = Arrivals(self.runtime.backend, (args, kwargs))
+        return placed(self._engine.forward_with_state((args, kwargs), arrivals, config), config)
+
+    def _passed_on(self, name: str, found: Any) -> Any:
+        if name == "generate" and ismethod(found) and self._cache_arguments:
+            return wraps(found)(partial(self._generate, cast("nn.Module", found.__self__)))
+        return super()._passed_on(name, found)
+
+    def _generate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run `generate` of the user's own model on the devices, with the results of all steps so far."""
+        self.synchronize()
+        device = self.runtime.lanes[0].device.torch_device
+        forward = partial(self, roundpipe_run_config=RoundPipeRunConfig(output_device=device))
+        self._own("_under_way", "generate")
+        try:
+            # Each token has keys of another length, which layers would be compiled for anew.
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                return generated(model, forward, device, self._cache_arguments, args, kwargs)
+        finally:
+            self._own("_under_way", None)
 
     @untraced
     def forward_backward(

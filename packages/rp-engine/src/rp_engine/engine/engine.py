@@ -251,8 +251,17 @@ class Engine:
         launch = partial(self._aside, Batch.of(parts, arrivals, wants_grad=False), config, Aside(view))
         return [packet.tree() for packet in self._runtime.launch(launch)]
 
+    def forward_with_state(self, arguments: Any, arrivals: Arrivals, config: RoundPipeRunConfig) -> Any:
+        """Return the output of a forward without gradients, whose layers write state that the arguments hold.
+
+        Such as a key-value cache. All layers run on the first device, in one microbatch, so that what they leave
+        in it is where they find it in the next call.
+        """
+        batch = Batch.of(rp_batch.Parts([arguments]), arrivals, wants_grad=False)
+        return self._runtime.launch(partial(self._aside, batch, config, Aside(holds_state=True)))[0].tree()
+
     def _aside(self, batch: Batch, config: RoundPipeRunConfig, aside: Aside) -> list[Packet]:
-        with in_call("trial", self._name):
+        with in_call("forward" if aside.holds_state else "trial", self._name):
             self.host.get_ready(training=False)
             return self._runs.start_aside(batch, config, aside).outputs(wait=True)
 

@@ -84,12 +84,15 @@ class Recomputed:
 
 @dataclass(frozen=True, slots=True)
 class Aside:
-    """What tells a call that is only to show what a model computes: plans do not learn from it.
+    """What tells a call that no plan learns from, such as one that is only to show what a model computes.
 
     `view`: makes of the model's output, on its device, what leaves that instead; None: the output leaves it.
+    `holds_state`: its arguments hold state that layers write, such as a key-value cache, whose tensors stay on the
+    device: it runs there as one microbatch, and no layer runs twice.
     """
 
     view: View | None = None
+    holds_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,11 @@ class Call:
     recomputed: list[Recomputed] = field(default_factory=list[Recomputed])
     losses_seen: LossesSeen = field(default_factory=LossesSeen)
     number: int = field(default_factory=_NUMBERS.__next__)
+
+    @property
+    def holds_state(self) -> bool:
+        """See `Aside`."""
+        return self.aside is not None and self.aside.holds_state
 
     @property
     def num_layers(self) -> int:

@@ -12,7 +12,7 @@ from functools import partial
 
 import rp_sched
 from rp_packing import packed_weights
-from rp_sched import LayerCost, Limits, Mode, Plan, Task
+from rp_sched import LayerCost, Limits, Mode, Plan, Task, TaskKind
 
 from rp_engine.device.memory.call_size import CallSize
 from rp_engine.planning.adaptive import PlanInUse
@@ -41,6 +41,8 @@ _REAL_LINK_GB_S = 50.0
 _UNMEASURED = 4
 # Calls of up to this many times the measured rows count as measured.
 _MORE_ROWS = 1.2
+# Of a device's memory, for the weights of a stage whose layers keep state beside it.
+_STAGE_SHARE = 0.25
 # A search takes at most so long: once for each kind of call, and again when layer times have changed.
 _SEARCH_MS = 500.0
 # The number of measured launches to remember: as many as may be in flight, and some that failed.
@@ -183,6 +185,18 @@ class Planner:
             tasks = self._turns(plan, "infer", size.microbatches)
         else:
             tasks = rp_sched.Assigner(len(self._runtime.lanes)).assign(self._plan("infer", size).current)
+        self._predict("infer", size, tasks)
+        return tasks
+
+    def tasks_on_one_device(self, config: RoundPipeRunConfig, size: CallSize) -> tuple[Task, ...]:
+        """Return the tasks of an inference call whose layers all run on the first device, where their state is.
+
+        Each runs as many layers as leave room for the next one's weights beside it, and for that state.
+        """
+        del config
+        most = self.pricing.usable_bytes * _STAGE_SHARE if self._sees_memory else math.inf
+        stages = _stages_within(most, [cost.weight_bytes for cost in self._guesses(size.rows)])
+        tasks = tuple(Task(TaskKind.FORWARD, layers, range(1), 0) for layers in stages)
         self._predict("infer", size, tasks)
         return tasks
 
@@ -345,6 +359,18 @@ def _shapes(tasks: Sequence[Task], rows: int) -> set[object]:
 def _rounded_up(rows: int) -> int:
     # To a quarter power of two, so that batches of similar length share a plan.
     return math.ceil(2 ** (math.ceil(4 * math.log2(rows)) / 4))
+
+
+def _stages_within(most: float, sizes: Sequence[int]) -> list[range]:
+    """Consecutive layers whose sizes add up to `most` or less, or are a single layer."""
+    stages = [range(0)]
+    for layer, size in enumerate(sizes):
+        begun = stages[-1]
+        if begun and sum(sizes[begun.start : begun.stop]) + size > most:
+            stages.append(range(layer, layer + 1))
+        else:
+            stages[-1] = range(begun.start, layer + 1)
+    return stages
 
 
 def _at_most(cost: LayerCost, budget: int) -> LayerCost:

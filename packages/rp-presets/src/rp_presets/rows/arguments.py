@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rp_presets.rows.absent import Spec
 from rp_presets.rows.layout import RowLayout
 from rp_presets.rows.trees import mapped
+from rp_presets.state import is_state, with_snapshots
 
-_CACHES = ("past_key_values", "cache_params")
+CACHES = ("past_key_values", "cache_params")
 
 
 def names_of(model: nn.Module) -> list[str]:
@@ -29,25 +31,35 @@ def use_cache_of(layout: RowLayout) -> dict[str, Any]:
     return {"use_cache": False} if layout.cache_argument else {}
 
 
-def without_cache(
+def with_cache_as_given(
     model: nn.Module, layout: RowLayout, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments, changed so that the model creates no key-value cache.
+    """Return the arguments, changed so that the model uses a cache that is given, and creates none.
 
-    Raises `ValueError` for a cache among them.
+    Raises `ValueError` for a cache in a call with gradients, where recomputation would write it again, and for
+    anything else in its place.
     """
     names = names_of(model)
     given = dict(zip(names, args, strict=False)) | kwargs
-    for name in _CACHES:
-        if given.get(name) is not None:
-            raise ValueError(
-                f"{name} must be None, but is a {type(given[name]).__name__}: a row of layers keeps no key-value "
-                "cache; generate text with the model itself"
-            )
+    caches = [name for name in CACHES if given.get(name) is not None]
+    for name in caches:
+        _check_cache(name, given[name])
+    if caches:
+        return args, kwargs
     place = names.index("use_cache") if "use_cache" in names else len(args)
     if layout.cache_argument and place < len(args):
         return (*args[:place], False, *args[place + 1 :]), kwargs
     return args, kwargs | use_cache_of(layout)
+
+
+def _check_cache(name: str, cache: object) -> None:
+    if not is_state(cache):
+        raise ValueError(f"{name} must be a cache of transformers, but is a {type(cache).__name__}")
+    if torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} must be None in a call with gradients, but is a {type(cache).__name__}: layers write it, and "
+            "would write it again when they are recomputed; call the model under torch.no_grad()"
+        )
 
 
 def asks_for_more(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -62,7 +74,8 @@ def asks_for_more(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def travelling(model: nn.Module, layout: RowLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return ``(args, kwargs)`` for the code after the layers.
 
-    Large tensors such as embeddings and images, if only read before the layers, are replaced by their shapes.
+    Large tensors such as embeddings and images, if only read before the layers, are replaced by their shapes. A
+    cache travels with a snapshot from now, before the layers write it.
     """
     is_all = asks_for_more(model, args, kwargs)
 
@@ -72,7 +85,7 @@ def travelling(model: nn.Module, layout: RowLayout, args: tuple[Any, ...], kwarg
 
     names = [*names_of(model), *("" for _ in args)]
     positional = tuple(kept(name, value) for name, value in zip(names, args, strict=False))
-    return positional, {name: kept(name, value) for name, value in kwargs.items()}
+    return with_snapshots((positional, {name: kept(name, value) for name, value in kwargs.items()}))
 
 
 def _shape_if_large(leaf: Any) -> Any:

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from rp_presets.errors import UnsupportedModel
 from rp_presets.rows.absent import Absent, StandIn, standing_in
-from rp_presets.rows.arguments import asks_for_more, travelling, without_cache
+from rp_presets.rows.arguments import asks_for_more, travelling, with_cache_as_given
 from rp_presets.rows.carry import Carry
 from rp_presets.rows.layer import SharesConfigs
 from rp_presets.rows.layout import RowLayout
 from rp_presets.rows.session import Reached, Run
 from rp_presets.rows.skeleton import in_session, skeleton
 from rp_presets.rows.trees import leaves
+from rp_presets.state import snapshots_in, states_in
 
 
 class Glue(SharesConfigs):
@@ -83,9 +84,10 @@ class Prologue(Glue):
     def forward(self, *args: Any, **kwargs: Any) -> Carry:
         """Run the code before the layers with the model's arguments.
 
-        Raises `ValueError` for a cache, and `UnsupportedModel` if the model does not treat its layers as a row.
+        Raises `ValueError` for a cache in a call with gradients; `UnsupportedModel` if the model does not treat
+        its layers as a row.
         """
-        args, kwargs = without_cache(self.model, self.layout, args, kwargs)
+        args, kwargs = with_cache_as_given(self.model, self.layout, args, kwargs)
         return self.ahead(args, kwargs, None, travelling(self.model, self.layout, args, kwargs))
 
 
@@ -94,7 +96,7 @@ class Interlude(Glue):
 
     def forward(self, carry: Carry) -> Carry:
         """Run the code between the two lists."""
-        args, kwargs = standing_in(carry.arguments, _device(carry))
+        args, kwargs = standing_in(snapshots_in(carry.arguments), _device(carry))
         return self.ahead(args, kwargs, carry, carry.arguments)
 
 
@@ -107,7 +109,7 @@ class Epilogue(Glue):
     def forward(self, carry: Carry) -> Any:
         """Run to the end of the model's forward."""
         device = _device(carry)
-        args, kwargs = standing_in(carry.arguments, device)
+        args, kwargs = standing_in(snapshots_in(carry.arguments), device)
         run = self.run(args, kwargs, device, carry)
         with in_session(run), run.truths:
             output = run.with_handed(self.model(*args, **kwargs))
@@ -118,7 +120,7 @@ class Epilogue(Glue):
                 "the code after the layers reads more of what comes before them than when it was observed; "
                 "observe it with arguments like these: to_sequential(model, example_inputs=...)"
             )
-        return output
+        return states_in(output, carry.arguments)
 
 
 def _without_parameters(module: nn.Module) -> list[nn.Module]:

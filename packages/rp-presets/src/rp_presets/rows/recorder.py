@@ -13,6 +13,7 @@ from rp_presets.rows.absent import Absent, Spec, StandIn
 from rp_presets.rows.carry import BoxKey, LayerCall, Value
 from rp_presets.rows.layout import Like
 from rp_presets.rows.trees import Box, contents_of, emptied, is_box, is_plain, leaves, like_tuple, mapped, same
+from rp_presets.state import is_state
 
 
 class CallRecorder:
@@ -113,7 +114,7 @@ class CallRecorder:
                 key = self._next()
                 self.values[key] = leaf
             return Value(key)
-        if not is_plain(leaf):
+        if not (is_plain(leaf) or is_state(leaf)):
             self._refuse(
                 f"its layers are handed a {type(leaf).__name__}, which cannot be handed on: it may be written, or "
                 "hold tensors"

@@ -133,12 +133,13 @@ def frozen(tree: Any) -> Hashable:
     if isinstance(tree, MutableMapping):
         items = cast("MutableMapping[Any, Any]", tree).items()
         return type(cast("object", tree)), tuple((key, frozen(value)) for key, value in items)
+    leaf = cast("object", tree)
     try:
-        hash(tree)
+        hash(leaf)
     except TypeError:
         # Such as a slice in Python 3.11.
-        return type(tree), _Same(tree)
-    return type(tree), tree
+        leaf = _Same(leaf)
+    return type(leaf), leaf
 
 
 @dataclass(frozen=True, slots=True, eq=False)

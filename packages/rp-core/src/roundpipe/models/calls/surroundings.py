@@ -67,8 +67,8 @@ def tell_no_cache(
         told.add("use_cache")
         warn_user(
             f"model {name!r} was called with use_cache=True, which changes nothing: it would return a "
-            "key-value cache (past_key_values), but a row of layers on devices keeps none. Leave it out; generate "
-            "text with the model that was wrapped",
+            "key-value cache (past_key_values), but a row of layers on devices makes none. Leave it out, or give "
+            "one without gradients, as `generate` does by itself",
             TrainingWarning,
         )
 

@@ -77,9 +77,13 @@ class Boundary:
     def looks(self, layer: int, *, is_output: bool) -> bool:
         """Whether `check_input` or `check_output` still looks: it takes 5 µs.
 
-        A layer that has taken or returned nothing but tensors so often is taken to go on so.
+        A layer that has taken or returned nothing but tensors so often is taken to go on so. State that stays on
+        one device crosses nothing.
         """
-        return self._call.habits.looks[layer, self._call.flags[layer], is_output] < _LOOKS
+        return (
+            not self._call.holds_state
+            and self._call.habits.looks[layer, self._call.flags[layer], is_output] < _LOOKS
+        )
 
     def check_input(self, arguments: Any) -> None:
         """Raise `BoundaryError` if an object that the caller gives has a tensor inside that requires grad."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import rp_batch
 import torch
@@ -395,7 +395,7 @@ def _norm(values: torch.Tensor) -> float:
 def _signature(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype, tuple(leaf.shape), tuple(leaf.stride()), leaf.requires_grad
-    return type(leaf), leaf if _is_value(leaf) else None
+    return type(cast("object", leaf)), leaf if _is_value(leaf) else None
 
 
 def _is_value(leaf: object) -> bool:

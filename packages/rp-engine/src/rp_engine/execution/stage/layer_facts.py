@@ -70,4 +70,4 @@ class LayerFacts:
 def wants_examination(call: Call, layer: int) -> bool:
     """Whether a layer has not been examined often enough for such a call."""
     seen = call.habits.examined
-    return max(seen[layer, True], seen[layer, call.with_grad]) < _EXAMINATIONS
+    return not call.holds_state and max(seen[layer, True], seen[layer, call.with_grad]) < _EXAMINATIONS

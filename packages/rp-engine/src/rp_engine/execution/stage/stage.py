@@ -115,7 +115,8 @@ class Stage:
     @property
     def may_run_again(self) -> bool:
         """Whether the task can be run again after a failure."""
-        return not (self._is_returning and self._weights.has_written)
+        # What layers have written to the state of a call, they would write again.
+        return not (self._is_returning and self._weights.has_written) and not self._call.holds_state
 
     def withdraw(self) -> None:
         """After a failure, free all device memory; the task keeps its turns and will run again."""

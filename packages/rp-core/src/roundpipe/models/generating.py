@@ -1,0 +1,101 @@
+"""`generate` of the user's own model, with a forward that runs on the devices; the loop is the model's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection
+from functools import wraps
+from typing import Any, cast
+
+import rp_batch
+import torch
+from torch import nn
+
+
+def generated(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    device: torch.device,
+    caches: Collection[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a model's `generate` with another forward; tensors of the result are where those of the arguments are.
+
+    `device`: where the loop's own work is done, such as sampling. `caches`: names of arguments of forward that
+    hold a key-value cache.
+
+    Raises `ValueError` for a model that makes a cache in forward, and for a PEFT model that learns prompts, whose
+    `generate` does more than its inner model's.
+    """
+    moved = rp_batch.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, kwargs)
+    given = rp_batch.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, args)
+    inner = _inner(model)
+    found = _with_forward(inner, _Forward(forward, type(inner).__name__, caches), device).generate(*given, **moved)
+    home = _device_of((args, kwargs))
+    return rp_batch.map_leaves(lambda leaf: leaf.to(home) if isinstance(leaf, torch.Tensor) else leaf, found)
+
+
+class _Forward:
+    """A forward that computes all logits where a model slices between its layers what only the last ones need."""
+
+    def __init__(self, forward: Callable[..., Any], name: str, caches: Collection[str]) -> None:
+        self._forward = forward
+        self._name = name
+        self._caches = caches
+        self._keeps_all = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it. The loop reads the last position's logits."""
+        if kwargs.get("use_cache") and all(kwargs.get(name) is None for name in self._caches):
+            # The loop would give the next token alone to a forward that has forgotten those before it.
+            raise ValueError(
+                f"{self._name} makes a key-value cache of its own in forward, which a row of layers does not; "
+                "generate with use_cache=False, or on the host with the model that was wrapped"
+            )
+        if self._keeps_all:
+            return self._forward(*args, **{**kwargs, "logits_to_keep": 0})
+        try:
+            return self._forward(*args, **kwargs)
+        except NotImplementedError:
+            # It was refused before any layer ran, as by Gemma 4, whose last layers share keys.
+            if not kwargs.get("logits_to_keep"):
+                raise
+        self._keeps_all = True
+        return self(*args, **kwargs)
+
+
+def _device_of(arguments: Any) -> torch.device:
+    tensors = (leaf for leaf in rp_batch.flatten(arguments)[0] if isinstance(leaf, torch.Tensor))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The model inside PEFT's, which has its adapters; other models are it themselves."""
+    if not hasattr(model, "get_base_model"):
+        return model
+    peft: Any = model
+    if peft.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            f"generate needs adapters in layers, but {type(peft.active_peft_config).__name__} learns a prompt, "
+            "which PEFT puts before the input; call generate of the model that was wrapped, on the host"
+        )
+    return cast("nn.Module", peft.get_base_model())
+
+
+def _with_forward(model: nn.Module, forward: Callable[..., Any], device: torch.device) -> Any:
+    """A shallow copy of a model that says it is on `device`, and whose forward is another one."""
+    kind = type(model)
+    # Any: forwards have parameters of their own, which `generate` reads.
+    own: Any = kind.forward
+
+    @wraps(own)
+    def run(self: object, *args: Any, **kwargs: Any) -> Any:
+        del self
+        return forward(*args, **kwargs)
+
+    copied = copy.copy(model)
+    vars(copied).pop("forward", None)
+    body = {"forward": run, "device": property(lambda self: device), "__module__": kind.__module__}  # noqa: ARG005
+    copied.__class__ = type(kind.__name__, (kind,), body)
+    return copied

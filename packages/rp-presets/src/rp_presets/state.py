@@ -1,0 +1,88 @@
+"""State of a call that layers write and the next call reads: a key-value cache, handed to layers by reference.
+
+The code around the layers runs several times. Each time it must find the cache as it was before the layers, for
+example its length, so all runs but the first are given a snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from rp_presets.rows.trees import mapped
+
+_MODULE = "transformers."
+
+
+def is_state(leaf: object) -> bool:
+    """Return whether a leaf is a cache of transformers.
+
+    >>> from transformers import DynamicCache
+    >>> is_state(DynamicCache()), is_state({})
+    (True, False)
+    """
+    return isinstance(leaf, Cache) or (type(leaf).__name__.endswith("Cache") and _is_of_transformers(leaf))
+
+
+class Before:
+    """A leaf of the arguments that travel to the row's end: a cache, and its snapshot from before the layers."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self.snapshot = _snapshot(state, {})
+
+
+def with_snapshots(arguments: Any) -> Any:
+    """Replace each cache in some arguments by a `Before`. One that is there twice stays one."""
+    made: dict[int, Before] = {}
+    return _replaced(arguments, is_state, lambda state: made.setdefault(id(state), Before(state)))
+
+
+def snapshots_in(arguments: Any) -> Any:
+    """Replace each `Before` by its snapshot, for another run of the code around the layers."""
+    return _replaced(arguments, lambda leaf: isinstance(leaf, Before), lambda before: before.snapshot)
+
+
+def states_in(output: Any, arguments: Any) -> Any:
+    """Replace each snapshot in an output by the cache that it was taken of. `arguments`: those that travelled."""
+    found: list[Before] = []
+    _replaced(arguments, lambda leaf: isinstance(leaf, Before), found.append)
+    states = {id(before.snapshot): before.state for before in found}
+    if not states:
+        return output
+    return _replaced(output, lambda leaf: id(leaf) in states, lambda leaf: states[id(leaf)])
+
+
+def _replaced(tree: Any, is_chosen: Callable[[Any], bool], by: Callable[[Any], Any]) -> Any:
+    return mapped(lambda leaf: by(leaf) if is_chosen(leaf) else leaf, tree)
+
+
+def _snapshot(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy of a cache that shares its keys and values. Lengths are copied, also those in tensors."""
+    if isinstance(value, Tensor):
+        # Layers replace keys and values, or write them in place beyond the length.
+        return value.clone() if value.numel() == 1 else value
+    if isinstance(value, list | tuple):
+        return type(value)(_snapshot(item, memo) for item in value)  # pyright: ignore
+    if isinstance(value, dict):
+        return {key: _snapshot(item, memo) for key, item in value.items()}  # pyright: ignore
+    if not _has_parts(value):
+        return value
+    if id(value) not in memo:
+        held = cast("dict[str, Any]", vars(value))
+        copied: object = object.__new__(type(cast("object", value)))
+        memo[id(value)] = copied
+        vars(copied).update({name: _snapshot(item, memo) for name, item in held.items()})
+    return memo[id(value)]
+
+
+def _has_parts(value: object) -> bool:
+    is_open = hasattr(value, "__dict__") and not isinstance(value, type | nn.Module)
+    return is_open and _is_of_transformers(value) and not hasattr(value, "to_dict")  # no configuration
+
+
+def _is_of_transformers(value: object) -> bool:
+    return type(value).__module__.startswith(_MODULE)

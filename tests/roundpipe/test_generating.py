@@ -1,0 +1,212 @@
+"""`generate` on the devices: the tokens that the model itself generates on the host."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
+from roundpipe.optim import AdamW
+from torch import nn
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+PROMPTS = torch.tensor([[3, 4, 5, 6], [0, 0, 7, 8]])
+MASK = (PROMPTS != 0).long()
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "temperature": 1.3, "top_k": 20},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "static cache": {"cache_implementation": "static"},
+    "prefilled in chunks": {"prefill_chunk_size": 2},
+    "prompt lookup": {"prompt_lookup_num_tokens": 2},
+    "without a cache": {"use_cache": False},
+}
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def wrapped(llama: LlamaForCausalLM, runtime: Runtime) -> RoundPipe:
+    config = RoundPipeRunConfig(num_microbatch=2)
+    model = wrap_model_to_roundpipe(copy.deepcopy(llama), runtime=runtime, model_run_config=config)
+    assert isinstance(model, RoundPipe)
+    return model
+
+
+def generated(model: Any, prompts: torch.Tensor = PROMPTS, **options: Any) -> torch.Tensor:
+    torch.manual_seed(1)
+    mask = (prompts != 0).long()
+    return model.generate(prompts, attention_mask=mask, max_new_tokens=6, min_new_tokens=6, **options)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_those_of_the_model_itself(way: str, llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
+    prompts = PROMPTS[:1] if way == "prompt lookup" else PROMPTS
+    expected = generated(llama, prompts, **WAYS[way])
+
+    assert torch.equal(generated(wrapped, prompts, **WAYS[way]), expected)
+
+
+def test_scores_are_those_of_the_model_itself(llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
+    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    expected: Any = generated(llama, **asked)
+
+    found: Any = generated(wrapped, **asked)
+
+    assert torch.equal(found.sequences, expected.sequences)
+    for one, other in zip(found.scores + found.logits, expected.scores + expected.logits, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_what_steps_have_learned_is_there(llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
+    plain = copy.deepcopy(llama)
+    optimizer, of_plain = AdamW(wrapped.optim_parameters(), lr=0.1), torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        wrapped.forward_backward(input_kwargs={"input_ids": PROMPTS, "labels": PROMPTS})
+        wrapped.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+        wrapped.synchronize()
+        plain(input_ids=PROMPTS, labels=PROMPTS).loss.backward()
+        of_plain.step()
+        of_plain.zero_grad()
+    before = generated(llama)
+
+    found = generated(wrapped)
+
+    assert torch.equal(found, generated(plain))
+    assert not torch.equal(found, before)
+    # And goes on.
+    wrapped.forward_backward(input_kwargs={"input_ids": PROMPTS, "labels": PROMPTS})
+    wrapped.step(lambda: optimizer.step(), is_async=False)
+
+
+def test_nothing_is_drawn_from_the_callers_generator_but_by_sampling(wrapped: RoundPipe) -> None:
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+
+    wrapped.generate(PROMPTS, attention_mask=MASK, max_new_tokens=3)
+
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_step_while_text_is_generated_is_refused(wrapped: RoundPipe) -> None:
+    class Steps(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+            del scores
+            wrapped.step(lambda: None)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    with pytest.raises(RuntimeError, match="generate is under way; step after it has returned"):
+        generated(wrapped, stopping_criteria=StoppingCriteriaList([Steps()]))
+
+    wrapped.step(lambda: None)
+
+
+def test_an_error_in_the_loop_is_raised_as_it_is(llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
+    def broken(*_: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        generated(wrapped, logits_processor=LogitsProcessorList([broken]))
+
+    assert torch.equal(generated(wrapped), generated(llama))
+
+
+def test_an_error_in_a_layer_is_raised_as_it_is(llama: LlamaForCausalLM, runtime: Runtime) -> None:
+    model = copy.deepcopy(llama)
+    is_broken = True
+
+    class Breaks(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if is_broken:
+                raise KeyError("mine")
+            return self.inner(x)
+
+    model.model.layers[1].mlp.down_proj = Breaks(model.model.layers[1].mlp.down_proj)
+    is_broken = False
+    wrapped = wrap_model_to_roundpipe(model, runtime=runtime)
+    is_broken = True
+
+    with pytest.raises(KeyError, match="mine") as raised:
+        generated(wrapped)
+
+    assert any("layer 2" in note for note in raised.value.__notes__)
+    is_broken = False
+    assert torch.equal(generated(wrapped), generated(llama))
+
+
+def test_a_forward_takes_a_cache(llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
+    caches: list[Any] = [DynamicCache(config=llama.config), DynamicCache(config=llama.config)]
+    with torch.no_grad():
+        for ids in (PROMPTS[:1], torch.tensor([[9]])):
+            found = wrapped(input_ids=ids, past_key_values=caches[0], use_cache=True)
+            expected = llama(input_ids=ids, past_key_values=caches[1], use_cache=True)
+
+            torch.testing.assert_close(found.logits, expected.logits)
+            assert found.past_key_values is caches[0]
+
+    assert caches[0].get_seq_length() == caches[1].get_seq_length() == 5
+
+
+def test_a_cache_in_a_call_with_gradients_is_refused(llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
+    with pytest.raises(ValueError, match="a key-value cache must not be given in a call with gradients"):
+        wrapped(input_ids=PROMPTS, past_key_values=DynamicCache(config=llama.config))
+
+
+def test_anything_else_in_place_of_a_cache_is_refused(wrapped: RoundPipe) -> None:
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="past_key_values must be a cache of transformers, but is"),
+    ):
+        wrapped(input_ids=PROMPTS, past_key_values=((torch.ones(1), torch.ones(1)),))
+
+
+@pytest.fixture
+def peft() -> Any:
+    return pytest.importorskip("peft")
+
+
+def test_adapters_generate_as_in_the_model_itself(llama: LlamaForCausalLM, runtime: Runtime, peft: Any) -> None:
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(copy.deepcopy(llama), config).eval()
+    expected = generated(model)
+
+    found = generated(wrap_model_to_roundpipe(model, runtime=runtime))
+
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, generated(llama))
+
+
+def test_a_learned_prompt_is_refused(llama: LlamaForCausalLM, runtime: Runtime, peft: Any) -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = peft.get_peft_model(copy.deepcopy(llama), config).eval()
+
+    with pytest.raises(ValueError, match="PromptTuningConfig learns a prompt, which PEFT puts before the input"):
+        generated(wrap_model_to_roundpipe(model, runtime=runtime))
