@@ -8,14 +8,13 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-# Of the tokenizer that `roundpipe train` has for its toy.
-VOCABULARY = 257
+VOCABULARY = 64
 
 
-def qwen3() -> Qwen3ForCausalLM:
+def qwen3(vocabulary: int = VOCABULARY) -> Qwen3ForCausalLM:
     """The same tiny model every time."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
+    sizes = {"vocab_size": vocabulary, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, use_cache=False))
 
@@ -23,6 +22,11 @@ def qwen3() -> Qwen3ForCausalLM:
 def checkpoint(folder: str) -> None:
     """Write it where a page's code looks for a downloaded model."""
     qwen3().save_pretrained(folder)
+
+
+def checkpoint_with_tokenizer(folder: str) -> None:
+    """Write one that has a tokenizer, that of the command's toy."""
+    qwen3(vocabulary=257).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         Path(folder, name).write_bytes(files("rp_cli").joinpath("finetune", "tiny", name).read_bytes())
 

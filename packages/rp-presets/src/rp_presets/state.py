@@ -6,13 +6,10 @@ example its length, so all runs but the first are given a snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-
-from rp_presets.rows.trees import mapped
 
 _MODULE = "transformers."
 
@@ -33,31 +30,6 @@ class Before:
     def __init__(self, state: Any) -> None:
         self.state = state
         self.snapshot = _snapshot(state, {})
-
-
-def with_snapshots(arguments: Any) -> Any:
-    """Replace each cache in some arguments by a `Before`. One that is there twice stays one."""
-    made: dict[int, Before] = {}
-    return _replaced(arguments, is_state, lambda state: made.setdefault(id(state), Before(state)))
-
-
-def snapshots_in(arguments: Any) -> Any:
-    """Replace each `Before` by its snapshot, for another run of the code around the layers."""
-    return _replaced(arguments, lambda leaf: isinstance(leaf, Before), lambda before: before.snapshot)
-
-
-def states_in(output: Any, arguments: Any) -> Any:
-    """Replace each snapshot in an output by the cache that it was taken of. `arguments`: those that travelled."""
-    found: list[Before] = []
-    _replaced(arguments, lambda leaf: isinstance(leaf, Before), found.append)
-    states = {id(before.snapshot): before.state for before in found}
-    if not states:
-        return output
-    return _replaced(output, lambda leaf: id(leaf) in states, lambda leaf: states[id(leaf)])
-
-
-def _replaced(tree: Any, is_chosen: Callable[[Any], bool], by: Callable[[Any], Any]) -> Any:
-    return mapped(lambda leaf: by(leaf) if is_chosen(leaf) else leaf, tree)
 
 
 def _snapshot(value: Any, memo: dict[int, Any]) -> Any:

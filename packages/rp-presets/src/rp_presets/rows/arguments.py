@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from rp_presets.rows.absent import Spec
 from rp_presets.rows.layout import RowLayout
 from rp_presets.rows.trees import mapped
-from rp_presets.state import is_state, with_snapshots
+from rp_presets.state import Before, is_state
 
 CACHES = ("past_key_values", "cache_params")
 
@@ -85,9 +86,34 @@ def travelling(model: nn.Module, layout: RowLayout, args: tuple[Any, ...], kwarg
 
     names = [*names_of(model), *("" for _ in args)]
     positional = tuple(kept(name, value) for name, value in zip(names, args, strict=False))
-    return with_snapshots((positional, {name: kept(name, value) for name, value in kwargs.items()}))
+    return _with_snapshots((positional, {name: kept(name, value) for name, value in kwargs.items()}))
 
 
 def _shape_if_large(leaf: Any) -> Any:
     is_large = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 0
     return Spec.of(leaf) if is_large else leaf
+
+
+def _with_snapshots(arguments: Any) -> Any:
+    """Replace each cache in some arguments by a `Before`. One that is there twice stays one."""
+    made: dict[int, Before] = {}
+    return _replaced(arguments, is_state, lambda state: made.setdefault(id(state), Before(state)))
+
+
+def snapshots_in(arguments: Any) -> Any:
+    """Replace each `Before` by its snapshot, for another run of the code around the layers."""
+    return _replaced(arguments, lambda leaf: isinstance(leaf, Before), lambda before: before.snapshot)
+
+
+def states_in(output: Any, arguments: Any) -> Any:
+    """Replace each snapshot in an output by the cache that it was taken of. `arguments`: those that travelled."""
+    found: list[Before] = []
+    _replaced(arguments, lambda leaf: isinstance(leaf, Before), found.append)
+    states = {id(before.snapshot): before.state for before in found}
+    if not states:
+        return output
+    return _replaced(output, lambda leaf: id(leaf) in states, lambda leaf: states[id(leaf)])
+
+
+def _replaced(tree: Any, is_chosen: Callable[[Any], bool], by: Callable[[Any], Any]) -> Any:
+    return mapped(lambda leaf: by(leaf) if is_chosen(leaf) else leaf, tree)

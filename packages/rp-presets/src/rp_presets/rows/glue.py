@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from rp_presets.errors import UnsupportedModel
 from rp_presets.rows.absent import Absent, StandIn, standing_in
-from rp_presets.rows.arguments import asks_for_more, travelling, with_cache_as_given
+from rp_presets.rows.arguments import asks_for_more, snapshots_in, states_in, travelling, with_cache_as_given
 from rp_presets.rows.carry import Carry
 from rp_presets.rows.layer import SharesConfigs
 from rp_presets.rows.layout import RowLayout
 from rp_presets.rows.session import Reached, Run
 from rp_presets.rows.skeleton import in_session, skeleton
 from rp_presets.rows.trees import leaves
-from rp_presets.state import snapshots_in, states_in
 
 
 class Glue(SharesConfigs):
