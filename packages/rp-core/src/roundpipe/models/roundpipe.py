@@ -25,13 +25,13 @@ from rp_sched import LayerCost, Mode
 from torch import nn
 
 from roundpipe.models.base import RoundPipeBase, wrappers
+from roundpipe.models.calls.generating import generated
 from roundpipe.models.calls.loss_call import LossArguments, LossCall, evaluation_config, training_config
 from roundpipe.models.calls.outputs import check_outputs, merged, placed
 from roundpipe.models.calls.own_loss import call_loss, outputs_are_loss, with_loss
 from roundpipe.models.calls.surroundings import check_call, tell_no_cache
 from roundpipe.models.calls.untraced import untraced
 from roundpipe.models.dividing.splitter import CallSplitter
-from roundpipe.models.generating import generated
 from roundpipe.models.saved.facts import facts_of
 from roundpipe.models.unfit import refuse_unfit
 from roundpipe.models.wrapped.options import WrapOptions, given_config
