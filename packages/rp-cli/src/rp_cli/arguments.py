@@ -15,7 +15,7 @@ from rp_trainer.errors import Refused
 from rp_cli import __version__
 from rp_cli.environment.options import EnvOptions
 from rp_cli.estimate.options import PlanOptions
-from rp_cli.finetune.options import FineTuning
+from rp_cli.finetune.options import FineTuning, Preparation
 from rp_cli.options.config_file import schema
 from rp_cli.options.declared import Given, Option, declared
 
@@ -49,6 +49,14 @@ COMMANDS = {
         "tokens: 250 steps, on the Python standard library's own source unless --data is given. The devices are "
         "this machine's GPUs or, where there is none, two CPU devices. Started by torchrun on several machines, "
         "all train together.",
+    ),
+    "prepare": Command(
+        Preparation,
+        ("rp_cli.commands.prepare", "prepare"),
+        "tokenize data once, to keep and to share",
+        "Read --data as `roundpipe train` does, and write its tokens to --output, which `roundpipe train --data` "
+        "takes instead, for a model with the same tokenizer, the same --sequence and the same --completions-only.",
+        joins=False,
     ),
     "plan": Command(
         PlanOptions,

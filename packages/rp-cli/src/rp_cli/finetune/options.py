@@ -278,3 +278,30 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(one) for one in cast("tuple[Any, ...]", value)]
     return str(value) if isinstance(value, Path | Every) else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """The options of `roundpipe prepare`, which mean what they mean for a fine-tuning.
+
+    Raises `Refused` for options that are missing.
+    """
+
+    model: Path | None = option("the model: a folder, or a name on the hub", path())
+    data: tuple[Path, ...] | None = option(
+        "files, folders or names, as `roundpipe train` takes them", several(path())
+    )
+    output: Path | None = option(
+        "the folder to write, for --data of `roundpipe train`", path("FOLDER", is_utf8=True)
+    )
+    tokenizer: Path | None = option("the tokenizer", path("FOLDER"), shown="the model's")
+    sequence: int = option("tokens in a sequence", whole(2, shared.MOST_SEQUENCE), "2048")
+    completions_only: bool = option("learn completions and what the assistant says only", FLAG, False)
+    skip_bad_rows: bool = option("omit rows of the data that cannot be used, and tell which", FLAG, False)
+    overwrite: bool = option("replace the prepared data that is in --output", FLAG, False)
+
+    def __post_init__(self) -> None:
+        """Refuse options that are missing."""
+        for flag, value in (("--model", self.model), ("--data", self.data), ("--output", self.output)):
+            if value is None:
+                raise Refused(f"{flag} must be given")

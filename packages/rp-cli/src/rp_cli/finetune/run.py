@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from roundpipe import RoundPipe, Runtime
-from rp_trainer.errors import Refused
 from rp_trainer.finetuning import Evaluation, InFolder, Outcome, Report, taken
 from rp_trainer.finetuning import fine_tune as train
 from rp_trainer.finetuning.files import MODEL, TENSORBOARD, check_profile, has_run
@@ -22,9 +21,10 @@ from rp_trainer.processes import ALONE, Processes
 from rp_cli.adapters.making import check_installed
 from rp_cli.finetune.causality import check_causality
 from rp_cli.finetune.data.batches import Sequences, Steps
+from rp_cli.finetune.data.documents import Documents, held_out
+from rp_cli.finetune.data.gathered import Gathered
 from rp_cli.finetune.data.library import library_source
-from rp_cli.finetune.data.reading import Manner, read_all
-from rp_cli.finetune.data.tokens import Documents, held_out
+from rp_cli.finetune.data.reading import Manner, check_some, read_all
 from rp_cli.finetune.devices import fitted, opened
 from rp_cli.finetune.fetching import fetch_weights, is_on_hub, without_names
 from rp_cli.finetune.forecast import foretold, summary, vocabulary_of
@@ -189,26 +189,12 @@ def _read(options: FineTuning, clock: datetime) -> tuple[Any, Data]:
         given.append(("--eval-data", options.eval_data))
     load = loader_of(options)
     manner = Manner(options.sequence, options.completions_only, options.skip_bad_rows, clock)
-    tokenizer, (training, *others) = read_all(load, given, manner)
+    # A file without a name, if memory is short, is where there is room for the results.
+    gather = partial(Gathered, options.output)
+    tokenizer, _, (training, *others) = read_all(load, given, manner, gather)
     for (option, paths), documents in zip(given, (training, *others), strict=True):
-        _check_some(f"{option} {', '.join(map(str, paths))}", options.sequence, documents)
+        check_some(f"{option} {', '.join(map(str, paths))}", options.sequence, documents)
     return tokenizer, _data(options, tokenizer, training, others[0] if others else None, clock)
-
-
-def _check_some(what: str, sequence: int, documents: Documents) -> None:
-    """Refuse data that leaves nothing to learn, with what would help."""
-    if documents.all:
-        return
-    counts, notes = documents.counts, documents.notes
-    if counts.needs is not None:
-        least, most = counts.needs
-        raise Refused(
-            f"{what}: what is learned begins after {sequence} tokens in all {counts.samples:,} samples, "
-            f"where they are cut; --sequence {least} leaves something of one of them, --sequence {most} of all"
-        )
-    if notes.skipped:
-        raise Refused(f"{what} has no samples that can be used: {notes.skipped:,} bad rows, {notes.reasons[0]}")
-    raise Refused(f"{what} has no samples; name files that hold some")
 
 
 def _data(

@@ -69,7 +69,7 @@ class Budget(Unlimited):
         self._seconds += nbytes * _S_PER_BYTE + items * _S_PER_ITEM
         self._most_bytes = max(self._most_bytes, nbytes)
         # No more than is free: otherwise the system might end another process.
-        self._room_bytes = min(_LEAST_BYTES + _BYTES_PER_BYTE * self._most_bytes, _free_bytes())
+        self._room_bytes = min(_LEAST_BYTES + _BYTES_PER_BYTE * self._most_bytes, free_bytes())
         self._limit_s = _limit(resource.RLIMIT_CPU, int(self._seconds) + 1)
         _limit(resource.RLIMIT_DATA, self._begun_bytes + self._room_bytes)
         self.at(place)
@@ -99,7 +99,8 @@ def _data_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
+    """Return how much memory is free."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 

@@ -12,8 +12,8 @@ from rp_trainer.errors import Refused
 from rp_trainer.finetuning.batches import IGNORED
 from torch import Tensor
 
+from rp_cli.finetune.data.documents import Document, Documents
 from rp_cli.finetune.data.packing import packed
-from rp_cli.finetune.data.tokens import Document, Documents
 
 # Sequences that are not packed are padded to a multiple of this, so that few lengths occur.
 _STEP = 8

@@ -10,9 +10,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rp_trainer.errors import Refused
+
+from rp_cli.finetune.data.documents import Counts, Document, Documents
+from rp_cli.finetune.data.gathered import Gathered, InFile
 from rp_cli.finetune.data.notes import Notes
+from rp_cli.finetune.data.prepared import Made, fingerprint, prepared_in, read_prepared
 from rp_cli.finetune.data.rows.documents import read_samples
-from rp_cli.finetune.data.tokens import Counts, Document, Documents, Reader
+from rp_cli.finetune.data.tokens import Reader
 from rp_cli.strangers.limited import Budget, limited
 
 # An option with paths, such as --data.
@@ -30,12 +35,22 @@ class Manner:
     skips_bad_rows: bool = False
     clock: datetime | None = None
 
+    def made(self, tokenizer: str) -> Made:
+        """Return how data is made with a tokenizer, given by its fingerprint."""
+        clock = "" if self.clock is None else self.clock.isoformat()
+        return Made(self.sequence, self.completions_only, tokenizer, clock)
 
-def read_all(load: Callable[[], Any], given: Sequence[Given], manner: Manner) -> tuple[Any, list[Documents]]:
-    """Return the tokenizer, and the documents of each of the given options.
+
+def read_all(
+    load: Callable[[], Any],
+    given: Sequence[Given],
+    manner: Manner,
+    gather: Callable[[], Gathered | InFile] = Gathered,
+) -> tuple[Any, str, list[Documents]]:
+    """Return the tokenizer with its fingerprint, and the documents of each of the given options.
 
     `load`: returns the tokenizer; called in the limited process first, then, if that could load it, in this one.
-    The tokenizer works in the limited process only.
+    The tokenizer works in the limited process only. `gather`: makes what keeps the documents of an option.
 
     Raises `Refused` for data that cannot be used, and for a tokenizer or a template that exceeds the limits.
     """
@@ -44,17 +59,39 @@ def read_all(load: Callable[[], Any], given: Sequence[Given], manner: Manner) ->
         # Tokenizers have up to tens of megabytes, in files of several forms.
         budget.allow("--tokenizer", 2**22)
         tokenizer = load()
-        yield b""
+        yield fingerprint(tokenizer).encode()
         for option, paths in given:
+            if prepared_in(option, paths) is not None:
+                continue
             yield from _sent(_reader(tokenizer, manner, budget), option, paths, budget)
 
     messages = limited("the tokenizer, or its chat template,", _HINT, work)
-    next(messages)
+    known = next(messages).decode()
     tokenizer = load()
-    read = [_received(messages) for _ in given]
+    folders = [(option, prepared_in(option, paths)) for option, paths in given]
+    read = [
+        _received(messages, gather()) if folder is None else read_prepared(option, folder, manner.made(known))
+        for option, folder in folders
+    ]
     for _ in messages:
         raise AssertionError("messages are left")
-    return tokenizer, read
+    return tokenizer, known, read
+
+
+def check_some(what: str, sequence: int, documents: Documents) -> None:
+    """Raise `Refused` for data that leaves nothing to learn, with what would help. `what`: the data, for that."""
+    if documents.all:
+        return
+    counts, notes = documents.counts, documents.notes
+    if counts.needs is not None:
+        least, most = counts.needs
+        raise Refused(
+            f"{what}: what is learned begins after {sequence} tokens in all {counts.samples:,} samples, "
+            f"where they are cut; --sequence {least} leaves something of one of them, --sequence {most} of all"
+        )
+    if notes.skipped:
+        raise Refused(f"{what} has no samples that can be used: {notes.skipped:,} bad rows, {notes.reasons[0]}")
+    raise Refused(f"{what} has no samples; name files that hold some")
 
 
 def _reader(tokenizer: Any, manner: Manner, budget: Budget) -> Reader:
@@ -85,10 +122,10 @@ def _sent(reader: Reader, option: str, paths: Sequence[Path], budget: Budget) ->
     yield json.dumps(facts).encode()
 
 
-def _received(messages: Iterator[bytes]) -> Documents:
-    documents: list[Document] = []
+def _received(messages: Iterator[bytes], gathered: Gathered | InFile) -> Documents:
     while message := next(messages):
-        documents += _decoded(message)
+        gathered.add(list(_decoded(message)))
+    documents = gathered.table()
     facts: dict[str, Any] = json.loads(next(messages))
     counts, notes = Counts(**facts["counts"]), Notes(**facts["notes"])
     read = Documents.of(documents, counts, has_end=facts["has_end"], notes=notes)

@@ -1,21 +1,17 @@
-"""Convert samples to documents of tokens: which are learned, which are cut, and which are held out."""
+"""Convert samples to documents of tokens: which are learned, and which are cut."""
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import islice
 from typing import Any
 
-import torch
 from rp_trainer.errors import Refused
-from rp_trainer.finetuning.batches import IGNORED
-from torch import Tensor
 
 from rp_cli.finetune.data.chat.turns import ChatTemplate
+from rp_cli.finetune.data.documents import Counts, Document, Documents
 from rp_cli.finetune.data.notes import Notes
 from rp_cli.finetune.data.samples import Chat, Completion, Sample, Text, bytes_of
 from rp_cli.strangers.limited import Unlimited
@@ -25,99 +21,6 @@ _AT_ONCE = 256
 # A letter has up to four bytes, and normalizing makes up to 18 letters of one.
 _TOKENS_PER_LETTER = 72
 _MOST_TOKENS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """Tokens that attend to each other. `learned`: 1 for each token that is a label, otherwise 0."""
-
-    tokens: array[int]
-    learned: bytes
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def digest(self) -> bytes:
-        """The SHA-256 of the document."""
-        return hashlib.sha256(self.tokens.tobytes() + self.learned).digest()
-
-    @property
-    def labels(self) -> int:
-        """The number of tokens that are learned; the first is not, since no token precedes it."""
-        return sum(self.learned[1:])
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Tokens and labels, each (tokens,) int64; labels are -100 where nothing is learned."""
-        # A copy of each, since torch warns about read-only memory.
-        tokens = torch.frombuffer(bytearray(self.tokens.tobytes()), dtype=torch.int32).to(torch.int64)
-        learned = torch.frombuffer(bytearray(self.learned), dtype=torch.uint8).to(torch.bool)
-        learned[:1] = False
-        return tokens, tokens.where(learned, torch.tensor(IGNORED))
-
-
-@dataclass(slots=True)
-class Counts:
-    """Counts of samples. `longer`: longer than a sequence. `lost`: those of them with nothing left to learn.
-
-    `needs`: the shortest sequences that would leave something to learn of one of the lost samples, and of all.
-    """
-
-    samples: int = 0
-    longer: int = 0
-    lost: int = 0
-    needs: tuple[int, int] | None = field(default=None, compare=False)
-
-    def lose(self, needed: int) -> None:
-        """Count a sample of which a sequence of `needed` tokens would leave something to learn."""
-        least, most = self.needs or (needed, needed)
-        self.lost += 1
-        self.needs = min(least, needed), max(most, needed)
-
-
-@dataclass(frozen=True, slots=True)
-class Documents:
-    """All documents of some files. `has_end`: whether the tokenizer has an end token.
-
-    `sources`: how many documents each given path has, in order; empty if there is one.
-    """
-
-    all: Sequence[Document]
-    counts: Counts
-    has_end: bool = True
-    largest: int = field(default=0)
-    notes: Notes = field(default_factory=Notes)
-    sources: Sequence[int] = ()
-
-    @property
-    def lengths(self) -> list[int]:
-        """The number of tokens of each document."""
-        return [len(document) for document in self.all]
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of all documents."""
-        return sum(self.lengths)
-
-    @property
-    def labels(self) -> int:
-        """The number of tokens that are learned."""
-        return sum(document.labels for document in self.all)
-
-    @classmethod
-    def of(
-        cls, documents: Sequence[Document], counts: Counts, *, has_end: bool, notes: Notes | None = None
-    ) -> Documents:
-        """Return documents with their largest token."""
-        largest = max((max(one.tokens) for one in documents), default=0)
-        return cls(documents, counts, has_end, largest, notes or Notes())
-
-    def digest(self) -> str:
-        """Return a checksum of all documents, in their order."""
-        whole = hashlib.sha256()
-        for document in self.all:
-            whole.update(document.digest)
-        return whole.hexdigest()
 
 
 class Reader:
@@ -288,27 +191,3 @@ def _why(sample: Sample, completions_only: bool) -> str:
 
 def _document(tokens: Sequence[int], learned: Sequence[bool]) -> Document:
     return Document(array("i", tokens), bytes(learned))
-
-
-def held_out(documents: Documents, part: float) -> tuple[Documents, Documents]:
-    """Divide documents into those to train on and about this part of them, at least one, to evaluate on.
-
-    Digests decide: equal documents stay together, and neither files' names nor their order matters.
-
-    Raises `Refused` if nothing would be left to train on.
-    """
-    digests = {document.digest for document in documents.all}
-    wanted = max(1, round(part * len(digests)))
-    if len(digests) <= wanted:
-        raise Refused(
-            f"--held-out {part:g} of {len(digests)} different samples leaves none to train on; provide more "
-            "--data, or --eval-data"
-        )
-    chosen = set(sorted(digests)[:wanted])
-    one, other = ([d for d in documents.all if (d.digest in chosen) is given] for given in (False, True))
-    left, first = list[int](), 0
-    for count in documents.sources:
-        left.append(sum(d.digest not in chosen for d in documents.all[first : first + count]))
-        first += count
-    training = replace(documents, all=one, sources=left)
-    return training, replace(documents, all=other, counts=Counts(), notes=Notes(), sources=())

@@ -1,0 +1,94 @@
+"""The command `roundpipe prepare`: tokenize data once, for any number of fine-tunings."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from rp_trainer.errors import Refused
+from rp_trainer.finetuning.files import finished_files, writing
+
+from rp_cli.finetune.data.documents import Documents
+from rp_cli.finetune.data.gathered import InFile
+from rp_cli.finetune.data.prepared import TOKENS, is_prepared, prepared_in, write
+from rp_cli.finetune.data.reading import Manner, check_some, read_all
+from rp_cli.finetune.fetching import without_names
+from rp_cli.finetune.model import check_folders, loader_of
+from rp_cli.finetune.options import FineTuning, Preparation
+from rp_cli.finetune.places import check_places
+from rp_cli.options.declared import Given, read
+
+
+def prepare(given: Preparation) -> None:
+    """Write the documents of the data, and what is known of them, to a folder.
+
+    Raises `Refused` for data, a tokenizer or a folder that cannot be used.
+    """
+    tuning = _tuning(given)
+    output = tuning.output
+    assert output is not None
+    check_places(tuning)
+    _check_output(output, is_replaced=given.overwrite)
+    options = without_names(tuning)
+    check_folders(options)
+    with writing(f"--output {output}"):
+        output.mkdir(parents=True, exist_ok=True)
+        with finished_files(output) as unfinished:
+            documents = _prepared(options, unfinished)
+    _tell(given, output, documents)
+
+
+def _tuning(given: Preparation) -> FineTuning:
+    """Return the options of a fine-tuning for which the data is prepared."""
+    names = Given(
+        command="train",
+        model=str(given.model),
+        data=[str(path) for path in given.data or ()],
+        output=str(given.output),
+        sequence=str(given.sequence),
+        completions_only=given.completions_only,
+        skip_bad_rows=given.skip_bad_rows,
+        overwrite=given.overwrite,
+    )
+    if given.tokenizer is not None:
+        names.tokenizer = str(given.tokenizer)
+    return read(FineTuning, names)
+
+
+def _check_output(folder: Path, *, is_replaced: bool) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise Refused(f"--output {folder} must be a folder, but is a file; name a new folder")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if not is_prepared(folder):
+        raise Refused(f"--output {folder} has other files in it; name a new or empty folder")
+    if not is_replaced:
+        raise Refused(f"--output {folder} has prepared data; replace it by --overwrite, or name another folder")
+
+
+def _prepared(options: FineTuning, folder: Path) -> Documents:
+    data = options.data or ()
+    if (already := prepared_in("--data", data)) is not None:
+        raise Refused(f"--data {already} is prepared already; give it to `roundpipe train`")
+    manner = Manner(options.sequence, options.completions_only, options.skip_bad_rows, datetime.now())
+    gather = partial(InFile, folder / TOKENS)
+    _, known, (documents,) = read_all(loader_of(options), [("--data", data)], manner, gather)
+    check_some(f"--data {', '.join(map(str, data))}", options.sequence, documents)
+    write(folder, documents, manner.made(known))
+    return documents
+
+
+def _tell(given: Preparation, folder: Path, documents: Documents) -> None:
+    print(
+        f"data: {documents.counts.samples:,} samples, {documents.tokens:,} tokens, {documents.labels:,} of which "
+        "are learned"
+    )
+    for line in documents.notes.lines("--data"):
+        print(line)
+    only = " --completions-only" if given.completions_only else ""
+    print(
+        f"prepared in {folder}: roundpipe train --data {folder} --sequence {given.sequence}{only}, with the "
+        "tokenizer of the same model",
+        flush=True,
+    )
