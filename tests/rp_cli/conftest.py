@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 from roundpipe import Runtime
 from rp_cli.estimate.hardware import Machine, measured
 from rp_cli.finetune import forecast, run
@@ -33,10 +34,10 @@ def machines() -> dict[str, Machine]:
 def measured_once(monkeypatch: pytest.MonkeyPatch, machines: dict[str, Machine]) -> None:
     """Measure the machine once, for all fine-tunings: that takes a second."""
 
-    def known(runtime: Runtime) -> Machine:
-        devices = f"{len(runtime.lanes)}"
+    def known(runtime: Runtime, dtype: torch.dtype) -> Machine:
+        devices = f"{len(runtime.lanes)} {dtype}"
         if devices not in machines:
-            machines[devices] = measured(runtime)
+            machines[devices] = measured(runtime, dtype)
         return machines[devices]
 
     monkeypatch.setattr(forecast, "measured", known)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -301,6 +302,25 @@ def test_this_machine_is_measured() -> None:
     assert machine.devices == 2
     assert machine.ram is not None
     assert min(machine.card.link_gb_s, machine.card.tflops, machine.ram_gb_s) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cpu_devices_are_measured_as_they_train(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[torch.dtype, int]] = []
+    ones = torch.ones
+
+    def noted(*sizes: int, **given: Any) -> torch.Tensor:
+        if len(sizes) == 2:
+            made.append((given["dtype"], torch.get_num_threads()))
+        return ones(*sizes, **given)
+
+    threads = torch.get_num_threads()
+    with Runtime("cpu:2", strict=False) as runtime:
+        monkeypatch.setattr(torch, "ones", noted)
+        measured(runtime, dtype)
+
+    assert made == [(dtype, 1), (dtype, 1)]
+    assert torch.get_num_threads() == threads
 
 
 def test_more_devices_are_behind_more_switches() -> None:

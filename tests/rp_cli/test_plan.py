@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
+import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from rp_cli.arguments import parse
+from rp_cli.estimate import foretell
 from rp_cli.estimate.cards import Card
 from rp_cli.estimate.hardware import Machine
 from rp_cli.estimate.options import PlanOptions
@@ -39,6 +43,23 @@ QWEN3_32B = TINY | {
     "hidden_size": 5120,
     "intermediate_size": 25600,
     "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
+QWEN3_8B = QWEN3_32B | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+}
+LLAMA_70B = TINY | {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
     "num_attention_heads": 64,
     "num_key_value_heads": 8,
     "head_dim": 128,
@@ -239,6 +260,95 @@ def test_what_would_fit_does_fit(config: Write, capsys: pytest.CaptureFixture[st
         assert again["fits"], option
 
 
+def test_where_no_option_is_enough_several_are_proposed_together(
+    config: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--model", config(QWEN3_8B), "--gpu", "RTX 4090", "--ram", "64GB")
+    answer = found(capsys, *given)
+    changes = {change["option"]: change for change in answer["changes"]}
+    several = {option: change for option, change in changes.items() if option.count("--") > 1}
+
+    assert "--master split --step-in-backward --optimizer-state 8bit" in several
+    assert not {"--master split", "--step-in-backward", "--optimizer-state 8bit"} & changes.keys()
+    # None changes the optimizer where the same fits without.
+    assert next(iter(several)).count("--optimizer ") == 0
+    for option, change in several.items():
+        then = found(capsys, *given, *option.split())
+        assert then["fits"], option
+        assert then["host_bytes"]["total"] == change["host_bytes"]
+
+
+def test_plans_that_differ_in_host_memory_only_are_searched_for_once(
+    config: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches: list[Any] = []
+    search = foretell.fastest
+
+    def counted(*given: Any, **more: Any) -> Any:
+        searches.append(given)
+        return search(*given, **more)
+
+    monkeypatch.setattr(foretell, "fastest", counted)
+    # A size that no other test has.
+    answer = found(capsys, "--model", config(LARGER | {"intermediate_size": 1920}), *SMALL, "--ram", "150MB")
+
+    assert len(answer["changes"]) >= 3
+    # As it is; masters in halves; moments that move fewer bytes; adapters.
+    assert len(searches) <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["8B", "32B", "70B"])
+def test_dense_models_are_planned_in_seconds(case: str, config: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    content, ram = {"8B": (QWEN3_8B, "64GB"), "32B": (QWEN3_32B, "512GB"), "70B": (LLAMA_70B, "256GB")}[case]
+    # What transformers imports for the first model of a class.
+    found(capsys, "--model", config(content | {"num_hidden_layers": 1}), "--gpu", "RTX 4090", "--batch", "1")
+    begun_s = time.process_time()
+
+    found(capsys, "--model", config(content), "--gpu", "RTX 4090", "--devices", "8", "--ram", ram)
+
+    # Five, on a machine that does nothing else.
+    assert time.process_time() - begun_s < 10
+
+
+@pytest.mark.parametrize(
+    ("options", "ram_gb_s"),
+    [
+        (("--gpu", "RTX 4090"), 60),
+        (("--gpu", "RTX 3090", "--devices", "2", "--ram", "128GB"), 60),
+        (("--gpu", "RTX 5090", "--devices", "4"), 165),
+        (("--gpu", "RTX 4090", "--ram", "512GB"), 165),
+        (("--gpu", "RTX 6000 Ada"), 165),
+        (("--gpu", "RTX A6000"), 165),
+        (("--gpu", "RTX 4090", "--ram-gb-s", "90"), 90),
+    ],
+)
+def test_a_consumer_board_has_two_channels(
+    options: tuple[str, ...], ram_gb_s: float, config: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assumed = found(capsys, "--model", config(TINY), "--batch", "1", "--sequence", "64", *options)["assumed"]
+
+    assert assumed["ram_gb_s"] == ram_gb_s
+
+
+def test_a_terminal_is_told_what_is_tried_and_is_left_clean(
+    config: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+
+    assert main(["plan", "--model", config(TINY), *SMALL, "--ram", "2MB"]) == 0
+
+    shown = terminal.getvalue()
+    assert "\rtrying --master split ... " in shown
+    assert not shown.rsplit("\r", 2)[1].strip()
+    assert shown.endswith(" \r")
+
+
 def test_smaller_moments_are_proposed_counted_and_told(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
     machine = (*SMALL, "--num-microbatch", "2", "--model", config(TINY))
     changes = found(capsys, *machine, "--ram", "2.5MB")["changes"]
@@ -370,9 +480,11 @@ def test_what_is_suggested_keeps_what_it_promises(
         words = shlex.split(change["option"])
         if words == ["--machines", "1"]:
             words += ["--network", ""]
-        changed = given | (dict(zip(words[::2], words[1::2], strict=True)) if len(words) > 1 else {})
+        flags = [word for word in words if word == "--step-in-backward"]
+        pairs = [word for word in words if word not in flags]
+        changed = given | dict(zip(pairs[::2], pairs[1::2], strict=True))
         applied = [word for flag, value in changed.items() if value for word in (flag, value)]
-        then = found(capsys, *applied, *(words if len(words) == 1 else ()))
+        then = found(capsys, *applied, *flags)
         assert then["fits"], change
         assert then["host_bytes"]["total"] == change["host_bytes"], change
         assert then["plan"]["step_s"] == pytest.approx(change["step_s"]), change

@@ -242,6 +242,18 @@ def test_looking_further_never_makes_the_plan_slower(problem: AnyProblem, device
     assert all(after <= before * ALMOST for before, after in pairwise(seen))
 
 
+@few
+@given(any_problem(most=6), st.integers(1, 3), st.sampled_from([0.01, 0.1, 0.5]))
+def test_a_tolerant_search_misses_the_best_plan_by_no_more(problem: AnyProblem, devices: int, tolerance: float):
+    costs, how = problem
+    whole = Search(costs, devices=devices, **how)  # type: ignore[arg-type]
+    tolerant = Search(costs, devices=devices, tolerance=tolerance, **how)  # type: ignore[arg-type]
+    whole.finish()
+    tolerant.finish()
+    event(f"as fast: {tolerant.best_ms <= whole.best_ms * ALMOST}")
+    assert tolerant.best_ms <= whole.best_ms * (1 + tolerance) * ALMOST
+
+
 @patient
 @given(st.lists(layers(), min_size=1, max_size=6), st.integers(1, 3), st.integers(1, 4), st.data())
 def test_layers_that_write_buffers_are_not_divided(

@@ -14,6 +14,7 @@ from rp_cli.estimate.network import ONE_MACHINE
 from rp_cli.estimate.options import PlanOptions
 from rp_cli.hub.models import CONFIGURATION, fetched
 from rp_cli.hub.names import model_named
+from rp_cli.telling.status import status
 
 
 def plan(options: PlanOptions) -> None:
@@ -23,12 +24,18 @@ def plan(options: PlanOptions) -> None:
     """
     options = replace(options, model=_file(options.model))
     try_if_unusual(options.model)
-    workload = workload_of(options)
-    network = options.network or ONE_MACHINE
-    case = Case(workload, machine_of(options), options.batch, options.num_microbatch, network)
-    answer = foretell(case)
+    with status() as say:
+        say("counting the model's operations ...")
+        workload = workload_of(options)
+        say("describing the machine ...")
+        case = Case(
+            workload, machine_of(options), options.batch, options.num_microbatch, options.network or ONE_MACHINE
+        )
+        say("planning ...")
+        answer = foretell(case)
+        found = changes(options, answer, say)
     show = as_json if options.json else as_text
-    print(show(answer, changes(options, answer)), flush=True)
+    print(show(answer, found), flush=True)
 
 
 def _file(path: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +12,14 @@ from rp_trainer.errors import Refused
 
 from rp_cli.adapters.choice import Adapters
 from rp_cli.estimate.cards import CARDS, Card
-from rp_cli.estimate.foretell import Foretold, foretell
+from rp_cli.estimate.foretell import Case, Foretold, could_fit, foretell
 from rp_cli.estimate.hardware import Machine, machine_of
 from rp_cli.estimate.meta.meta_model import check_positions, model_of, packing_of
 from rp_cli.estimate.network import ONE_MACHINE, Network
 from rp_cli.estimate.options import PlanOptions
 from rp_cli.estimate.workload import Training, Workload
 from rp_cli.options.adapters import USUAL_PARTS
+from rp_cli.telling.status import Say
 
 # The rank that is proposed for adapters.
 RANK = 16
@@ -35,72 +36,105 @@ _SMALLER_STATES = ("lion", "adafactor")
 _MOST_TRIED = 8
 # The smallest format that supports weights of any shape.
 _PACKING = "nf4"
+# Adapters to propose: flags beside the rank, parts and packing.
+_ADAPTERS = (
+    ("", USUAL_PARTS, None),
+    (" --lora-parts attention", USUAL_PARTS[:1], None),
+    (f" --lora-parts attention --pack {_PACKING}", USUAL_PARTS[:1], _PACKING),
+)
+# Of combinations of several options that fit, so many are shown.
+_MOST_COMBINATIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One option with another value, and the resulting answer."""
+    """Options with other values, and the resulting answer."""
 
     option: str
     then: Foretold
 
 
-def changes(options: PlanOptions, now: Foretold) -> list[Change]:
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Options with other values, and the case that they describe."""
+
+    option: str
+    case: Case
+
+    def foretold(self) -> Change:
+        """Return the first answer; the number of microbatches is chosen anew unless it is given."""
+        return Change(self.option, foretell(self.case, settles=False))
+
+
+Tried = Callable[[Iterable[Proposal]], Iterator[Change]]
+"""Foretells proposals, without those that cannot fit."""
+
+
+def changes(options: PlanOptions, now: Foretold, say: Say) -> list[Change]:
     """Where it does not fit: what fits then, smallest changes first; otherwise what pays, fastest first.
 
-    Each is foretold as the command itself would with that option, so it keeps what it promises.
+    Each is foretold as the command itself would with these options, so it keeps what it promises. `say`: called
+    with what is tried.
     """
+
+    def tried(proposals: Iterable[Proposal]) -> Iterator[Change]:
+        for proposal in proposals:
+            say(f"trying {proposal.option} ...")
+            # The cheap question first: no plan makes up for host memory that is short without activations.
+            if could_fit(proposal.case):
+                yield proposal.foretold()
+
     if not now.fits:
-        return list(_smaller(options, now))
+        return list(_smaller(options, now, tried))
 
     def pays(change: Change) -> bool:
         return change.then.fits and change.then.tokens_per_s > _PAYS * now.tokens_per_s
 
-    found = filter(pays, map(_settled, filter(pays, _faster(options, now))))
+    found = filter(pays, map(_settled, filter(pays, tried(_faster(options, now, tried)))))
     return sorted(found, key=lambda change: -change.then.tokens_per_s)
 
 
-def _smaller(options: PlanOptions, now: Foretold) -> Iterator[Change]:
+def _smaller(options: PlanOptions, now: Foretold, tried: Tried) -> Iterator[Change]:
     """Yield changes that need less memory, or provide more."""
     if now.planned is None:
-        yield from _for_devices(options, now)
-    if options.lora is None:
-        yield from _first_that_fits(_adapted(options, now))
-    elif options.pack is None:
-        yield from _first_that_fits([_change(f"--pack {_PACKING}", now, workload=_of(options, pack=_PACKING))])
+        yield from _for_devices(options, now, tried)
+    yield from _that_fit(tried(_of_weights(options, now)))
     if not now.forecast.fits:
-        yield from _for_host(options, now)
+        yield from _for_host(options, now, tried)
 
 
-def _adapted(options: PlanOptions, now: Foretold) -> Iterator[Change]:
-    """Yield adapters on all layers, and then on attention alone, unless the command refuses them."""
-    for flags, parts in (("", USUAL_PARTS), (" --lora-parts attention", USUAL_PARTS[:1])):
-        try:
-            workload = _of(options, lora=RANK, lora_parts=parts)
-        except Refused:
-            # PEFT is missing, or has no adapters for such layers.
-            continue
-        yield _change(f"--lora {RANK}{flags}", now, workload=workload)
+def _of_weights(options: PlanOptions, now: Foretold) -> Iterator[Proposal]:
+    """Yield adapters, unless the command refuses them: on all layers, on attention alone, and on packed weights."""
+    if options.lora is None:
+        for flags, parts, pack in _ADAPTERS:
+            try:
+                workload = _of(options, lora=RANK, lora_parts=parts, pack=pack)
+            except Refused:
+                # PEFT is missing, or has no adapters for such layers.
+                continue
+            yield _proposed(f"--lora {RANK}{flags}", now, workload=workload)
+    elif options.pack is None:
+        yield _proposed(f"--pack {_PACKING}", now, workload=_of(options, pack=_PACKING))
 
 
-def _first_that_fits(changes: Iterable[Change]) -> Iterator[Change]:
-    """The first of these changes that fits, if any does."""
+def _that_fit(changes: Iterable[Change], most: int = 1) -> Iterator[Change]:
+    """The first of these changes that fit, if any does."""
     settled = (_settled(change) for change in changes if change.then.fits)
-    yield from itertools.islice((change for change in settled if change.then.fits), 1)
+    yield from itertools.islice((change for change in settled if change.then.fits), most)
 
 
-def _for_devices(options: PlanOptions, now: Foretold) -> Iterator[Change]:
+def _for_devices(options: PlanOptions, now: Foretold, tried: Tried) -> Iterator[Change]:
     if now.case.microbatches is not None:
-        yield from _first_that_fits([_change("--num-microbatch auto", now, microbatches=None)])
+        yield from _that_fit(tried([_proposed("--num-microbatch auto", now, microbatches=None)]))
     halves = (options.sequence >> times for times in itertools.count(1))
     lengths = itertools.takewhile(lambda length: length >= _SHORTEST, halves)
-    yield from _first_that_fits(
-        _change(f"--sequence {length}", now, workload=_of(options, sequence=length)) for length in lengths
+    yield from _that_fit(
+        tried(_proposed(f"--sequence {length}", now, workload=_of(options, sequence=length)) for length in lengths)
     )
     wanted = now.case.machine.card.memory_bytes + now.device_short_bytes
     larger = sorted((card for card in CARDS if card.memory_bytes >= wanted), key=lambda card: card.memory_bytes)
-    yield from _first_that_fits(
-        _change(f"--gpu '{card.name}'", now, machine=_with_card(options, now, card)) for card in larger
+    yield from _that_fit(
+        tried(_proposed(f"--gpu '{card.name}'", now, machine=_with_card(options, now, card)) for card in larger)
     )
 
 
@@ -110,49 +144,92 @@ def _with_card(options: PlanOptions, now: Foretold, card: Card) -> Machine:
     return replace(machine, card=card) if machine.is_measured else machine_of(replace(options, card=card))
 
 
-def _for_host(options: PlanOptions, now: Foretold) -> Iterator[Change]:
-    yield from _first_that_fits(_more_machines(options, now))
+def _for_host(options: PlanOptions, now: Foretold, tried: Tried) -> Iterator[Change]:
+    yield from _that_fit(tried(_more_machines(options, now)))
+    single = [change for one in _savings(options, now) for change in _that_fit(tried(_combined([one], now)))]
+    yield from single
+    if not single:
+        yield from _that_fit(tried(_combinations(options, now)), _MOST_COMBINATIONS)
+    yield from _more_ram(options, now, tried)
+
+
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    """A way to save host memory: options, with the fields of `Training` that they set; the more exact first."""
+
+    ways: tuple[tuple[str, dict[str, Any]], ...]  # Any: fields of `Training`
+
+
+def _savings(options: PlanOptions, now: Foretold) -> Iterator[_Saving]:
+    """Yield the ways that are left to save host memory, the more exact first."""
     if options.master == "whole":
-        yield from _first_that_fits([_trained("--master split", now, master="split")])
+        yield _Saving((("--master split", {"master": "split"}),))
     if not options.step_in_backward and now.case.machines == 1:
-        yield from _first_that_fits([_trained("--step-in-backward", now, step_in_backward=True)])
-    kinds = _SMALLER_KINDS if options.optimizer_state == "fp32" else ()
-    names = _SMALLER_STATES if options.optimizer in ("adam", "adamw") else ()
-    yield from _first_that_fits(_trained(f"--optimizer-state {kind}", now, optimizer_state=kind) for kind in kinds)
-    yield from _first_that_fits(_trained(f"--optimizer {name}", now, optimizer=name) for name in names)
-    yield from _first_that_fits(_more_ram(now))
+        yield _Saving((("--step-in-backward", {"step_in_backward": True}),))
+    if options.optimizer_state == "fp32":
+        yield _Saving(tuple((f"--optimizer-state {kind}", {"optimizer_state": kind}) for kind in _SMALLER_KINDS))
+    if options.optimizer in ("adam", "adamw"):
+        yield _Saving(tuple((f"--optimizer {name}", {"optimizer": name}) for name in _SMALLER_STATES))
 
 
-def _trained(option: str, now: Foretold, **changed: Any) -> Change:  # Any: fields of `Training`
+def _combinations(options: PlanOptions, now: Foretold) -> Iterator[Proposal]:
+    """Yield combinations of several savings, of few before many; with another optimizer last."""
+    savings = list(_savings(options, now))
+    sets = [several for count in range(2, len(savings) + 1) for several in itertools.combinations(savings, count)]
+    changes_optimizer = [any("optimizer" in one.ways[0][1] for one in several) for several in sets]
+    for is_last in (False, True):
+        for several, changes in zip(sets, changes_optimizer, strict=True):
+            if changes == is_last:
+                yield from _combined(several, now)
+
+
+def _combined(savings: Sequence[_Saving], now: Foretold) -> Iterator[Proposal]:
     workload = now.case.workload
-    return _change(option, now, workload=replace(workload, how=replace(workload.how, **changed)))
+    for ways in itertools.product(*(one.ways for one in savings)):
+        changed = {name: value for _, fields in ways for name, value in fields.items()}
+        words = " ".join(words for words, _ in ways)
+        yield _proposed(words, now, workload=replace(workload, how=replace(workload.how, **changed)))
 
 
-def _more_ram(now: Foretold) -> Iterator[Change]:
+def _more_ram(options: PlanOptions, now: Foretold, tried: Tried) -> Iterator[Change]:
     """Larger and larger RAM: what stays free for the system, and what the engine makes of it, grow with it."""
     found = now
     for _ in range(_MOST_TRIED):
         forecast = found.forecast
         gb = -(-(forecast.limit.total_bytes + forecast.short_bytes) // _GB)
-        ram = replace(forecast.limit, total_bytes=gb * _GB, free_bytes=gb * _GB)
-        change = _settled(_change(f"--ram {gb}GB", now, machine=replace(now.case.machine, ram=ram)))
-        found = change.then
-        yield change
+        found = foretell(replace(now.case, machine=_with_ram(options, now, gb * _GB)))
         if found.forecast.fits:
+            yield from _that_fit(tried([Proposal(f"--ram {gb}GB", found.case)]))
             return
 
 
-def _faster(options: PlanOptions, now: Foretold) -> Iterator[Change]:
+def _with_ram(options: PlanOptions, now: Foretold, nbytes: int) -> Machine:
+    """The machine with more host memory: as the option gives it, or this machine, if it was measured."""
+    machine = now.case.machine
+    if not machine.is_measured:
+        return machine_of(replace(options, ram_bytes=nbytes))
+    limit = replace(now.forecast.limit, total_bytes=nbytes, free_bytes=nbytes)
+    return replace(machine, ram=limit)
+
+
+def _faster(options: PlanOptions, now: Foretold, tried: Tried) -> Iterator[Proposal]:
     """Yield small changes: settings first, then doubled numbers."""
     if now.case.microbatches is not None:
-        yield _change("--num-microbatch auto", now, microbatches=None)
-    yield _change(f"--batch {2 * options.batch}", now, batch=2 * options.batch)
+        yield _proposed("--num-microbatch auto", now, microbatches=None)
+    if not _is_bound_by_arithmetic(now):
+        yield _proposed(f"--batch {2 * options.batch}", now, batch=2 * options.batch)
     yield from _more_devices(options, now)
     if now.case.machines > 1:
-        yield from _of_machines(options, now)
+        yield from _of_machines(options, now, tried)
 
 
-def _more_devices(options: PlanOptions, now: Foretold) -> Iterator[Change]:
+def _is_bound_by_arithmetic(now: Foretold) -> bool:
+    """Return whether devices compute for so much of a step that larger batches cannot pay."""
+    assert now.planned is not None
+    return now.planned.busy_ms()["device"] * _PAYS >= now.planned.ms
+
+
+def _more_devices(options: PlanOptions, now: Foretold) -> Iterator[Proposal]:
     """Yield twice the devices, unless the machine was measured and has fewer."""
     machine = now.case.machine.with_devices(2 * now.case.machine.devices)
     if machine.is_measured and machine.devices > torch.cuda.device_count():
@@ -160,33 +237,35 @@ def _more_devices(options: PlanOptions, now: Foretold) -> Iterator[Change]:
     switches = ",".join(str(len(switch.devices)) for switch in machine.switches)
     # Given switches have to add up to the devices.
     beside = f" --switches {switches}" if options.switches else ""
-    yield _change(f"--devices {machine.devices}{beside}", now, machine=machine)
+    if not machine.is_measured:
+        sizes = tuple(len(switch.devices) for switch in machine.switches) or None
+        machine = machine_of(replace(options, devices=machine.devices, switches=sizes))
+    yield _proposed(f"--devices {machine.devices}{beside}", now, machine=machine)
 
 
-def _of_machines(options: PlanOptions, now: Foretold) -> Iterator[Change]:
+def _of_machines(options: PlanOptions, now: Foretold, tried: Tried) -> Iterator[Proposal]:
     """Yield the next faster network that pays, and other numbers of machines, one of which needs no network."""
     network = now.case.network
     for gigabits in _NETWORKS:
         faster = Network.named(network.machines, f"{gigabits}Gb")
         if faster.gb_s > network.gb_s:
-            change = _change(f"--network {faster.name}", now, network=faster)
-            if change.then.tokens_per_s > _PAYS * now.tokens_per_s:
-                yield change
+            proposal = _proposed(f"--network {faster.name}", now, network=faster)
+            if any(change.then.tokens_per_s > _PAYS * now.tokens_per_s for change in tried([proposal])):
+                yield proposal
                 break
     yield from _more_machines(options, now)
-    yield _change("--machines 1", now, network=ONE_MACHINE)
+    yield _proposed("--machines 1", now, network=ONE_MACHINE)
 
 
-def _more_machines(options: PlanOptions, now: Foretold) -> Iterator[Change]:
+def _more_machines(options: PlanOptions, now: Foretold) -> Iterator[Proposal]:
     """Twice the machines, where there are several, and sequences and microbatches for each."""
     network = replace(now.case.network, machines=2 * now.case.machines)
     if now.case.machines > 1 and network.machines <= min(options.batch, now.case.microbatches or options.batch):
-        yield _change(f"--machines {network.machines}", now, network=network)
+        yield _proposed(f"--machines {network.machines}", now, network=network)
 
 
-def _change(option: str, now: Foretold, **changed: Any) -> Change:  # Any: fields of `Case`
-    """The first answer with other values; the number of microbatches is chosen anew unless it is given."""
-    return Change(option, foretell(replace(now.case, **changed), settles=False))
+def _proposed(option: str, now: Foretold, **changed: Any) -> Proposal:  # Any: fields of `Case`
+    return Proposal(option, replace(now.case, **changed))
 
 
 def _settled(change: Change) -> Change:

@@ -302,7 +302,7 @@ def _span(stage: range) -> str:
 
 def _advice(answer: Foretold, changes: Sequence[Change]) -> Iterator[str]:
     if not answer.fits:
-        yield "what would fit" if changes else "no single change of an option would make it fit"
+        yield "what would fit" if changes else "no change of options would make it fit"
     elif changes:
         yield "what would pay"
     for change in changes[:_MOST_CHANGES]:

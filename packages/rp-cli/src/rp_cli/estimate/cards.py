@@ -23,6 +23,11 @@ class Card:
     link_gb_s: float
     tflops: float
 
+    @property
+    def is_consumer(self) -> bool:
+        """Whether it is sold for boards with two channels of memory, rather than for workstations and servers."""
+        return re.fullmatch(r"RTX [345]0\d0.*", self.name) is not None
+
 
 CARDS = (
     Card("RTX 3090", 24 * _GIB, _PCIE_4, 71),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from rp_engine.estimates import MemoryForecast, counts_of, fastest, in_place
@@ -17,6 +18,15 @@ from rp_cli.estimate.workload import Workload, size_of
 Bound = Resource | Literal["network"]
 # The number of calls to simulate for the memory that devices use.
 _CALLS = 2
+# A plan this near to the bound of all plans is not improved on; numbers of microbatches as near are equal, too.
+_NEAR = 0.01
+# Significant digits of the bytes that an optimizer moves for a weight: states that differ by less share a search.
+_DIGITS = 4
+# Searches that are kept, with all of their plans, for cases with equal costs and limits.
+_MOST_SEARCHES = 64
+
+# The number of microbatches on each machine, with the costs and limits that it leads to.
+_Problems = tuple[tuple[int, tuple[LayerCost, ...], Limits], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +56,12 @@ class Case:
         return {count: min(count * self.machines, self.batch) for count in own}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Planned:
     """A plan that fits the devices, with its times and bytes.
 
     `microbatches`: of all machines. `sequences`: of the largest microbatch. `machine_ms`: the time of a step
-    without the network. `device_bytes`: the most on a device at once, with workspace; 0 if it was not simulated.
+    without the network. `working_bytes`: a device's workspace.
     `tasks`: of one call. `traffic_bytes`: bytes that a machine sends in a step, and receives; `network_ms`: the
     time that this takes.
     """
@@ -60,7 +70,7 @@ class Planned:
     microbatches: int
     sequences: int
     machine_ms: float
-    device_bytes: int
+    working_bytes: int
     devices: int
     tasks: tuple[Task, ...]
     traffic_bytes: int = 0
@@ -75,6 +85,13 @@ class Planned:
     def bound_by(self) -> Bound:
         """The resource that is busy for the longest time."""
         return "network" if self.network_ms > self.machine_ms else self.priced_plan.bottleneck(self.devices)
+
+    @cached_property
+    def device_bytes(self) -> int:
+        """The most bytes on a device at once, with workspace."""
+        assigner = Assigner(self.devices)
+        calls = [assigner.assign(self.priced_plan) for _ in range(_CALLS)]
+        return _peak_bytes(self.priced_plan, calls, self.devices) + self.working_bytes
 
     def busy_ms(self) -> dict[Bound, float]:
         """Return the time for which each resource is busy in a step."""
@@ -111,14 +128,13 @@ class Foretold:
 
 
 def foretell(case: Case, *, settles: bool = True) -> Foretold:
-    """Plan a case and forecast its memory. `settles`: search until the end, and simulate the result."""
+    """Plan a case and forecast its memory. `settles`: search until the end, and simulate the result.
+
+    Cases that differ in host memory only often lead to the same search, which is then made once.
+    """
     counts = case.counts()
-    best = fastest(
-        counts,
-        lambda own: _problem(case, size_of(case.batch, counts[own])),
-        devices=case.machine.devices,
-        mode="fused",
-    )
+    problems = tuple((own, *_problem(case, size_of(case.batch, count))) for own, count in counts.items())
+    best = _fastest(problems, case.machine.devices)
     own = list(counts)[-1] if best is None else best[0]
     count = counts[own]
     planned = None if best is None else _planned(count, best[1], case, settles=settles)
@@ -126,6 +142,17 @@ def foretell(case: Case, *, settles: bool = True) -> Foretold:
     forecast = case.workload.forecast(tasks, own, size_of(case.batch, count), case.machine, case.machines)
     short = 0 if planned else min(_lacking_bytes(case, size_of(case.batch, one)) for one in counts.values())
     return Foretold(case, planned, forecast, short)
+
+
+@lru_cache(_MOST_SEARCHES)
+def _fastest(problems: _Problems, devices: int) -> tuple[int, Search] | None:
+    by_count = {own: (costs, limits) for own, costs, limits in problems}
+    return fastest(by_count, by_count.__getitem__, devices=devices, mode="fused", tolerance=_NEAR)
+
+
+def could_fit(case: Case) -> bool:
+    """Return whether host memory is enough without activations, as it must be under any plan."""
+    return case.workload.forecast((), 1, 0, case.machine, case.machines).fits
 
 
 def _lacking_bytes(case: Case, sequences: int) -> int:
@@ -136,39 +163,41 @@ def _lacking_bytes(case: Case, sequences: int) -> int:
     return max(least - case.machine.card.memory_bytes, 1)
 
 
-def _problem(case: Case, sequences: int) -> tuple[list[LayerCost], Limits]:
+def _problem(case: Case, sequences: int) -> tuple[tuple[LayerCost, ...], Limits]:
     workload, machine = case.workload, case.machine
     is_double = workload.is_double(machine.ram, case.machines)
     limits = machine.limits(
         workload.working_bytes(sequences),
-        optimizer_bytes=workload.step_bytes(case.machines),
+        optimizer_bytes=float(f"{workload.step_bytes(case.machines):.{_DIGITS}g}"),
         double_buffer=is_double,
     )
     if workload.how.master == "split" and not is_double:
         limits = replace(limits, host=in_place(limits.host))
-    return workload.costs(sequences, machine.card.tflops), limits
+    return tuple(workload.costs(sequences, machine.card.tflops)), limits
 
 
 def _planned(count: int, search: Search, case: Case, *, settles: bool) -> Planned:
     devices = case.machine.devices
     priced = search.settle() if settles else search.best
-    assigner = Assigner(devices)
-    calls = [assigner.assign(priced) for _ in range(_CALLS)]
+    tasks = Assigner(devices).assign(priced)
     sequences = size_of(case.batch, count)
-    traffic = case.workload.traffic_bytes(case.machines, calls[0])
+    traffic = case.workload.traffic_bytes(case.machines, tasks)
     return Planned(
         priced_plan=priced,
         microbatches=count,
         sequences=sequences,
-        machine_ms=simulated_ms(priced, devices) if settles else search.best_ms,
-        device_bytes=_peak_bytes(priced, calls, devices) + case.workload.working_bytes(sequences)
-        if settles
-        else 0,
+        machine_ms=_simulated_ms(search, devices) if settles else search.best_ms,
+        working_bytes=case.workload.working_bytes(sequences),
         devices=devices,
-        tasks=calls[0],
+        tasks=tasks,
         traffic_bytes=traffic,
         network_ms=traffic / (case.network.gb_s * 1e6),
     )
+
+
+def _simulated_ms(search: Search, devices: int) -> float:
+    # Comparing it with its rivals has simulated it, where there was something to compare.
+    return search.promised_ms if search.is_simulated else simulated_ms(search.best, devices)
 
 
 def _peak_bytes(priced: PricedPlan, calls: Sequence[Sequence[Task]], devices: int) -> int:

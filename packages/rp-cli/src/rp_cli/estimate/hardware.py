@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from threading import Barrier
 
 import torch
 from rp_engine import Runtime
 from rp_engine.estimates import USABLE, probe
 from rp_sched import Host, Limits, Switch
 from rp_trainer.errors import Refused
-from rp_transfer import BackendUnavailable, HostLimit
+from rp_transfer import BackendUnavailable, Device, HostLimit
 
 from rp_cli.estimate.cards import Card, card_named
 from rp_cli.estimate.options import PlanOptions
@@ -20,13 +23,18 @@ from rp_cli.estimate.options import PlanOptions
 CONTEXT_BYTES = 600 * 10**6
 # Defaults, measured on hosts of H200s (benchmarks/results/scaling.md).
 RAM_GB_S = 165.0
+# Of a consumer board: two thirds of what two channels of DDR5-5600 carry by name, 89.6. Such boards have slots for
+# two cards, and for four modules of 64 GB.
+TWO_CHANNELS_GB_S = 60.0
+_MOST_ON_A_BOARD, _MOST_BOARD_BYTES = 2, 256 * 2**30
 OPTIMIZER_SHARE = 0.9
 GIL_MS_PER_GB = 7.0
 # Of 16-bit gradients that one porter adds to two buffers: what 12.5 were in fp32, in 0.9 of the time.
 ADD_GB_S = 6.9
 GRADIENT_BUFFERS = 2
-# The size of a matrix product that is large enough to reach a device's rate.
-_MATRIX = 8192
+# The size of a matrix product that is large enough to reach a device's rate, and one for a core of the host.
+_MATRIX, _CORE_MATRIX = 8192, 512
+_PRODUCTS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +99,11 @@ def machine_of(options: PlanOptions) -> Machine:
 
     Raises `Refused` if this machine is to be measured, but has no GPU.
     """
-    machine = _here(options.devices) if options.card is None else _described(options.card, options.devices or 1)
+    machine = (
+        _here(options.devices)
+        if options.card is None
+        else _described(options.card, options.devices or 1, options.ram_bytes)
+    )
     link = options.link_gb_s
     card = machine.card if link is None else replace(machine.card, link_gb_s=link)
     ram = None if options.ram_bytes is None else HostLimit("the given RAM", options.ram_bytes, options.ram_bytes)
@@ -104,8 +116,9 @@ def machine_of(options: PlanOptions) -> Machine:
     )
 
 
-def _described(card: Card, devices: int) -> Machine:
-    return Machine(card, devices, None, RAM_GB_S)
+def _described(card: Card, devices: int, ram_bytes: int | None) -> Machine:
+    on_board = card.is_consumer and devices <= _MOST_ON_A_BOARD and (ram_bytes or 0) <= _MOST_BOARD_BYTES
+    return Machine(card, devices, None, TWO_CHANNELS_GB_S if on_board else RAM_GB_S)
 
 
 def _switches(counts: tuple[int, ...], link_gb_s: float) -> tuple[Switch, ...]:
@@ -131,10 +144,11 @@ def _here(devices: int | None) -> Machine:
         raise Refused(f"devices cannot be opened: {error}") from error
 
 
-def measured(runtime: Runtime) -> Machine:
+def measured(runtime: Runtime, dtype: torch.dtype = torch.bfloat16) -> Machine:
     """Return the machine of an open runtime, measured by the engine's probe and one matrix product.
 
-    A card in the table has the table's rate, since a product's rate depends on its size and on the clock.
+    A card in the table has the table's rate, since a product's rate depends on its size and on the clock. CPU
+    devices are measured as they train: all at once, each with its own threads, in the `dtype` of the weights.
     """
     rates = probe(runtime)
     uses = runtime.memory()
@@ -146,28 +160,50 @@ def measured(runtime: Runtime) -> Machine:
         name,
         min(use.total_bytes for use in uses),
         min(links),
-        known.tflops if known else _tflops(device, _MATRIX if device.type == "cuda" else 256),
+        known.tflops if known else _tflops(device) if device.type == "cuda" else _cpu_tflops(runtime, dtype),
     )
     return Machine(
         card, len(uses), runtime.host_limit(), rates.memory_gb_s or RAM_GB_S, rates.switches, is_measured=True
     )
 
 
-def _tflops(device: torch.device, size: int) -> float:
+def _tflops(device: torch.device) -> float:
     """Return the 10^12 operations a second of a square bf16 product."""
-    one = torch.ones(size, size, dtype=torch.bfloat16, device=device)
-    return max(2 * size**3 / _seconds(lambda: one @ one, device) / 1e12, 1e-3)
+    one = torch.ones(_MATRIX, _MATRIX, dtype=torch.bfloat16, device=device)
+    return _rate(_MATRIX, _seconds(lambda: one @ one, lambda: torch.cuda.synchronize(device)))
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the shortest of five times."""
-    import time
+def _cpu_tflops(runtime: Runtime, dtype: torch.dtype) -> float:
+    """Return the 10^12 operations a second of the slowest CPU device while all of them compute."""
+    devices = [lane.device for lane in runtime.lanes]
+    together = Barrier(len(devices))
 
+    def seconds(device: Device) -> float:
+        # Sets the number of threads that this device computes with.
+        device.attach_thread()
+        one = torch.ones(_CORE_MATRIX, _CORE_MATRIX, dtype=dtype)
+        together.wait()
+        return _seconds(lambda: one @ one, lambda: None)
+
+    # New threads begin with the number of threads that was set last: give this one's back.
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(len(devices)) as pool:
+            return _rate(_CORE_MATRIX, max(pool.map(seconds, devices)))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _rate(size: int, seconds: float) -> float:
+    return max(2 * size**3 / seconds / 1e12, 1e-6)
+
+
+def _seconds(work: Callable[[], object], wait: Callable[[], object]) -> float:
+    """Return the shortest of some times."""
     times: list[float] = []
-    for _ in range(5):
+    for _ in range(_PRODUCTS):
         begun = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait()
         times.append(time.perf_counter() - begun)
     return max(min(times), 1e-9)

@@ -134,7 +134,9 @@ class PlanOptions(AdapterOptions):
         shown="measured: this machine's, or its container's",
         name="ram",
     )
-    ram_gb_s: float | None = option("10^9 bytes a second of host memory", _RATE, shown="165")
+    ram_gb_s: float | None = option(
+        "10^9 bytes a second of host memory", _RATE, shown="165; a board for one or two GeForce cards 60"
+    )
     link_gb_s: float | None = option(
         "10^9 bytes a second to each GPU, and as many back", _RATE, shown="the GPU's", name="link"
     )

@@ -166,7 +166,7 @@ class Workload:
 
     @property
     def _whole_step_bytes(self) -> float:
-        nbytes = sum(one.layout.nbytes for one in self._trainable)
+        nbytes = self._trained_bytes
         # In 8 bits a step moves less, but on some tens of cores packing takes as much time as that saves.
         state = (
             self._state_bytes("fp32", self.shards(1))
@@ -211,9 +211,19 @@ class Workload:
         return costs
 
     def _block_bytes(self, at: int, kinds: set[str]) -> int:
-        # A block that several layers share is uploaded once for a stage, so only its last layer counts it.
-        own = [one for one in self.groups if max(one.users) == at and one.kind in kinds]
-        return sum(one.layout.nbytes for one in own)
+        return sum(nbytes for kind, nbytes in self._blocks.get(at, ()) if kind in kinds)
+
+    @cached_property
+    def _blocks(self) -> dict[int, list[tuple[str, int]]]:
+        """The kinds and bytes of blocks by the last layer that uses them: a stage uploads each once."""
+        blocks: dict[int, list[tuple[str, int]]] = {}
+        for one in self.groups:
+            blocks.setdefault(max(one.users), []).append((one.kind, one.layout.nbytes))
+        return blocks
+
+    @cached_property
+    def _trained_bytes(self) -> int:
+        return sum(one.layout.nbytes for one in self._trainable)
 
     def working_bytes(self, sequences: int) -> int:
         """Return the most bytes of a layer on a device beyond weights, gradients and kept activations."""
@@ -249,8 +259,7 @@ class Workload:
             return not self.how.is_sync
         if ram is None:
             return False
-        nbytes = sum(one.layout.nbytes for one in self._trainable)
-        is_little = nbytes <= ram.total_bytes * SECOND_BLOCKS_SHARE
+        is_little = self._trained_bytes <= ram.total_bytes * SECOND_BLOCKS_SHARE
         shards = self.shards(machines)
         return is_little and self._forecast(ram, 0, second_blocks=True, additions=1, shards=shards).fits
 

@@ -38,7 +38,8 @@ def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foret
     check_positions(model, options.sequence)
     how = Training.of(options, is_sync=options.sync, optim_dtype=getattr(torch, options.optim_dtype))
     workload = Workload.of(model, how, packing_of(config_file(options), options.pack))
-    return foretell(Case(workload, measured(runtime), options.batch, options.num_microbatch, _network(runtime)))
+    machine = measured(runtime, getattr(torch, str(options.dtype)))
+    return foretell(Case(workload, machine, options.batch, options.num_microbatch, _network(runtime)))
 
 
 def _network(runtime: Runtime) -> Network:

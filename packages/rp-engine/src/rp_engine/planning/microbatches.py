@@ -29,7 +29,12 @@ def counts_of(batch_size: int) -> list[int]:
 
 
 def fastest(
-    counts: Iterable[int], problem_of: Callable[[int], Problem], *, devices: int, mode: Mode
+    counts: Iterable[int],
+    problem_of: Callable[[int], Problem],
+    *,
+    devices: int,
+    mode: Mode,
+    tolerance: float = 0.0,
 ) -> tuple[int, Search] | None:
     """Return the first number whose plan is within 1 % of the fastest, and its search; None if no plan fits.
 
@@ -42,20 +47,24 @@ def fastest(
     Args:
         counts: the numbers to try, smallest first.
         problem_of: returns costs and limits if a batch is split into this many microbatches.
+        tolerance: see `rp_sched.Search`.
     """
     searches: list[tuple[int, Search]] = []
     for count in counts:
         try:
-            searches.append((count, searched(problem_of(count), devices=devices, microbatches=count, mode=mode)))
+            search = searched(
+                problem_of(count), devices=devices, microbatches=count, mode=mode, tolerance=tolerance
+            )
         except Infeasible:
             continue
+        searches.append((count, search))
     if not searches:
         return None
     least_ms = min(search.best_ms for _, search in searches)
     return next(pair for pair in searches if pair[1].best_ms <= least_ms * (1 + _EQUAL))
 
 
-def searched(problem: Problem, *, devices: int, microbatches: int, mode: Mode) -> Search:
+def searched(problem: Problem, *, devices: int, microbatches: int, mode: Mode, tolerance: float = 0.0) -> Search:
     """Return the search whose first plan is fastest, among those for several splits of device memory.
 
     Raises `rp_sched.Infeasible` if none of them has a plan.
@@ -73,6 +82,7 @@ def searched(problem: Problem, *, devices: int, microbatches: int, mode: Mode) -
                     mode=mode,
                     limits=choice,
                     quick_plans=_QUICK_PLANS,
+                    tolerance=tolerance,
                 )
             )
         except Infeasible as error:

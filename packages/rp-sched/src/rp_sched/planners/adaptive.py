@@ -47,7 +47,8 @@ class Search:
     `best`: the `PricedPlan` of the best plan so far; set from the start. `best_ms`: its steady-state time per call
     (see `PricedPlan.steady_ms`). `steps`: the work of the searches that are over (one per number of devices), in
     simulated steps of one microbatch in one stage. `first`: plans within the limits to start from, in addition to
-    that of `roundrobin`. `quick_plans`: how many more plans the constructor tries.
+    that of `roundrobin`. `quick_plans`: how many more plans the constructor tries. `tolerance`: the search ends
+    with a plan that exceeds the bound of all plans by at most this fraction, and looks for no simpler one.
 
     Up to 8 layers, 3 devices and 16 microbatches (more microbatches for fewer layers: `EXACT_SIZE` in
     `rp_sched.planners.local_search`) the search tries every plan in `rp_sched.planners.search_space`, which may
@@ -68,6 +69,7 @@ class Search:
         limits: Limits = NO_LIMITS,
         first: Sequence[Plan] = (),
         quick_plans: int = QUICK_PLANS,
+        tolerance: float = 0.0,
     ) -> None:
         check_problem(costs, devices=devices, microbatches=microbatches, mode=mode)
         limits.check_devices(devices)
@@ -76,6 +78,7 @@ class Search:
         self._mode: Mode = mode
         self._microbatches = microbatches
         self._devices = devices
+        self._tolerance = non_negative("tolerance", tolerance)
         self.is_done = False
         self.steps = 0
         self._simulated_ms: float | None = None
@@ -132,6 +135,15 @@ class Search:
         2.0
         """
         return self.best_ms if self._simulated_ms is None else self._simulated_ms
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether `promised_ms` is by `simulate`: after `settle`, unless nothing is shared or it would take long.
+
+        >>> Search([LayerCost(1.0)], devices=1, microbatches=2, mode="infer").is_simulated
+        False
+        """
+        return self._simulated_ms is not None
 
     def candidates(self) -> list[PricedPlan]:
         """Return the best plan, the rivals of `settle`, other fast plans, and one that uses all devices.
@@ -199,7 +211,7 @@ class Search:
         fastest, fastest_ms = self.best, simulated_ms(self.best, self._devices)
         for rival in rivals:
             steps = STEADY_CALLS * rival.steps
-            if steps > left or rival.bound_ms(self._devices) >= fastest_ms:
+            if steps > left or rival.bound_ms(self._devices) >= fastest_ms * (1 - self._tolerance):
                 continue
             left -= steps
             rival_ms = simulated_ms(rival, self._devices)
@@ -229,14 +241,23 @@ class Search:
             self._adopt(finder)
             devices = fewer(devices)
             self.steps += finder.steps
-            if devices == 0 or self.steps > ALL_STEPS or self._bound_ms(devices) >= self.best_ms * (1 - EQUAL):
+            if devices == 0 or self.steps > ALL_STEPS or self._is_bound(devices):
                 return
             finder = self._finder(devices, ())
 
     def _finder(self, devices: int, first: Sequence[Plan]) -> Finder:
         return Finder(
-            self._loads_of(devices), mode=self._mode, devices=devices, microbatches=self._microbatches, first=first
+            self._loads_of(devices),
+            mode=self._mode,
+            devices=devices,
+            microbatches=self._microbatches,
+            first=first,
+            tolerance=self._tolerance,
         )
+
+    def _is_bound(self, devices: int) -> bool:
+        """Return whether no plan for so few devices can be faster than the best one."""
+        return self._bound_ms(devices) >= self.best_ms * (1 - max(self._tolerance, EQUAL))
 
     def _bound_ms(self, devices: int) -> float:
         loads = self._loads_of(devices)

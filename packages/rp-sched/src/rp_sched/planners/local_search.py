@@ -43,7 +43,14 @@ class Finder:
     """The state of the search for the fastest plan that uses exactly `devices` devices."""
 
     def __init__(
-        self, loads: Loads, *, mode: Mode, devices: int, microbatches: int, first: Sequence[Plan]
+        self,
+        loads: Loads,
+        *,
+        mode: Mode,
+        devices: int,
+        microbatches: int,
+        first: Sequence[Plan],
+        tolerance: float = 0.0,
     ) -> None:
         self.best_ms = float("inf")
         self.devices = devices
@@ -52,6 +59,7 @@ class Finder:
         self._divided: dict[int, tuple[float, PricedPlan]] = {}
         self._space = Space(loads, mode=mode, devices=devices, microbatches=microbatches)
         self._least_ms = self._space.bound_ms()
+        self._tolerance = max(tolerance, EQUAL)
         self.steps = 0
         self._tried: dict[Shape, float] = {}
         published = RoundRobin().plan(loads, devices=devices, microbatches=microbatches, mode=mode)
@@ -72,7 +80,8 @@ class Finder:
             yield
             if self._is_perfect or self.steps > MOST_STEPS:
                 break
-        for _ in self._simplify():
+        # Fewer tasks are not worth simulations to who takes a plan that is only almost as fast.
+        for _ in self._simplify() if self._tolerance <= EQUAL else ():
             yield
             if self.steps > 2 * MOST_STEPS:
                 break
@@ -106,7 +115,7 @@ class Finder:
 
     @property
     def _is_perfect(self) -> bool:
-        return self.best_ms <= self._least_ms * (1 + EQUAL)
+        return self.best_ms <= self._least_ms * (1 + self._tolerance)
 
     @property
     def _is_small(self) -> bool:
