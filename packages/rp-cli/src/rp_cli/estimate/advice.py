@@ -104,7 +104,7 @@ def _smaller(options: PlanOptions, now: Foretold, tried: Tried) -> Iterator[Chan
 
 
 def _of_weights(options: PlanOptions, now: Foretold) -> Iterator[Proposal]:
-    """Yield adapters, unless the command refuses them: on all layers, on attention alone, and on packed weights."""
+    """Yield adapters that the command allows: on all layers, on attention alone, and on packed weights."""
     if options.lora is None:
         for flags, parts, pack in _ADAPTERS:
             try:
