@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from rp_cli.finetune.data.batches import Sequences, Steps
-from rp_cli.finetune.data.documents import read_samples
+from rp_cli.finetune.data.rows.documents import read_samples
 from rp_cli.finetune.data.tokens import Reader
 from rp_cli.main import main
 from torch import nn

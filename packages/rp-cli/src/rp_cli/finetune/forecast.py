@@ -21,8 +21,10 @@ from rp_cli.finetune.options import FineTuning
 _GB = 1e9
 
 
-def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foretold:
+def foretold(options: FineTuning, runtime: Runtime, largest_token: int, vocabulary: int | None = None) -> Foretold:
     """Plan the training on this machine, with the fastest number of microbatches unless one is given.
+
+    `vocabulary`: how many tokens the model is enlarged for.
 
     Raises `Refused` for a model that cannot be created, and tokens and positions that it does not have.
     """
@@ -33,6 +35,7 @@ def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foret
         Adapters.of(options),
         dtype=getattr(torch, str(options.dtype)),
         pack=options.pack,
+        vocabulary=vocabulary,
     )
     _check_vocabulary(model, largest_token)
     check_positions(model, options.sequence)
@@ -53,7 +56,7 @@ def _check_vocabulary(model: torch.nn.Module, largest_token: int) -> None:
     if largest_token >= size:
         raise Refused(
             f"the tokenizer makes tokens up to {largest_token}, but the model has {size}; give the model's own "
-            "tokenizer with --tokenizer"
+            "tokenizer with --tokenizer, or, if tokens were added to it, --resize-embeddings"
         )
 
 

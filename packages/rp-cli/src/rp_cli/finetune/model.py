@@ -17,6 +17,7 @@ from torch import nn
 
 from rp_cli.adapters.choice import Adapters
 from rp_cli.adapters.making import adapt
+from rp_cli.adapters.vocabulary import grow
 from rp_cli.estimate.meta.meta_model import config_of, try_if_unusual
 from rp_cli.finetune.options import FineTuning
 from rp_cli.hub.models import called
@@ -116,8 +117,12 @@ def pad_of(tokenizer: Any) -> int:
     return next((int(token) for token in candidates if token is not None), 0)
 
 
-def wrapped(options: FineTuning, runtime: Runtime, num_microbatch: int) -> RoundPipe:
+def wrapped(
+    options: FineTuning, runtime: Runtime, num_microbatch: int, vocabulary: int | None = None
+) -> RoundPipe:
     """Load and wrap the model, with adapters if requested, ready to train.
+
+    `vocabulary`: how many tokens it is enlarged for.
 
     Raises `Refused` for a model that is not a row of layers and for adapters that match nothing in it;
     `HostMemoryShort`.
@@ -137,7 +142,7 @@ def wrapped(options: FineTuning, runtime: Runtime, num_microbatch: int) -> Round
         warnings.simplefilter("ignore", FutureWarning)
         # For random weights, and adapters, whose first matrix is random.
         torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
-        model = _wrapped(options, wrapping)
+        model = _wrapped(options, wrapping, vocabulary)
     # Writing a checkpoint would show bars beside the training's own.
     without_bars()
     return cast(RoundPipe, model.train())
@@ -150,16 +155,20 @@ def without_bars() -> None:
     disable_progress_bar()
 
 
-def _wrapped(options: FineTuning, wrapping: dict[str, Any]) -> Any:
+def _wrapped(options: FineTuning, wrapping: dict[str, Any], vocabulary: int | None) -> Any:
     dtype = getattr(torch, str(options.dtype))
-    adapt = _adapter(options)
+    adapters = _adapter(options)
+
+    def changed(model: nn.Module) -> nn.Module:
+        return adapters(grow(model, vocabulary))
+
     with (
         refusing(f"--model {options.model} cannot be loaded: ", (ValueError, OSError), told),
         refusing("--model: ", (DamagedFile,)),
         refusing(f"--model {options.model} cannot be trained by this command: ", (UnsupportedModel,)),
         unasked(),
     ):
-        return _made(options, adapt, dtype, wrapping)
+        return _made(options, changed, dtype, wrapping)
 
 
 def _made(

@@ -225,6 +225,9 @@ class FineTuning(AdapterOptions):
         "learn completions and what the assistant says, instead of everything", FLAG, False
     )
     skip_bad_rows: bool = _tuning("omit rows of the data that cannot be used, and tell which", FLAG, False)
+    resize_embeddings: bool = _tuning(
+        "enlarge the model's embeddings for tokens that were added to the tokenizer", FLAG, False
+    )
     data_weights: tuple[float, ...] | None = _tuning(
         "how often an epoch has each of --data, such as 1 0.5 3", several(positive("WEIGHT")), shown="each once"
     )
@@ -243,6 +246,11 @@ class FineTuning(AdapterOptions):
         for flag, value in (("--data", self.data), ("--output", self.output)):
             if value is None and not self.is_small:
                 raise Refused(f"{flag} must be given with --model")
+        if self.resize_embeddings and self.pack is not None:
+            raise Refused(
+                f"--resize-embeddings enlarges weights that --pack {self.pack} packs; use one of them, or add the "
+                "tokens to the model beforehand"
+            )
         if self.data_weights is not None and len(self.data_weights) != len(self.data or ()):
             raise Refused(
                 f"--data-weights must be a number for each of --data, which are {len(self.data or ())}, but are "

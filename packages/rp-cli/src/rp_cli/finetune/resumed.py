@@ -15,7 +15,12 @@ from rp_cli.finetune.options import FineTuning
 from rp_cli.options.declared import declared
 
 # The values in runs from before an option existed.
-_EARLIER_DEFAULTS: dict[str, Any] = {"optimizer_state": "fp32", "skip_bad_rows": False, "data_weights": None}
+_EARLIER_DEFAULTS: dict[str, Any] = {
+    "optimizer_state": "fp32",
+    "skip_bad_rows": False,
+    "resize_embeddings": False,
+    "data_weights": None,
+}
 # Options that an extended run may have others of.
 _LENGTHS = ("steps", "epochs")
 # Where options.json has the time that chat templates see.

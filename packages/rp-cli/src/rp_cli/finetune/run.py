@@ -111,11 +111,12 @@ def _fine_tune(given: FineTuning, processes: Processes, folder: Folder | None) -
         options = replace(options, profile=None, report=())
         without_bars()
     with opened(str(options.devices), processes) as runtime:
-        count, plan = _planned(options, data, runtime, processes)
+        tokens = len(tokenizer) if options.resize_embeddings else None
+        count, plan = _planned(options, data, runtime, processes, tokens)
         # Last: they are large, and all else is known to be usable.
         processes.all(lambda: _fetch_weights(given, options))
         print(f"{_beginning(given, options)}{_described(options, data)}\n{plan}", flush=True)
-        outcome = _train(options, tokenizer, data, wrapped(options, runtime, count), processes, folder)
+        outcome = _train(options, tokenizer, data, wrapped(options, runtime, count, tokens), processes, folder)
     _tell(outcome)
 
 
@@ -292,14 +293,18 @@ def settings_of(options: FineTuning, steps: int) -> Settings:
     )
 
 
-def _planned(options: FineTuning, data: Data, runtime: Runtime, processes: Processes) -> tuple[int, str]:
+def _planned(
+    options: FineTuning, data: Data, runtime: Runtime, processes: Processes, vocabulary: int | None
+) -> tuple[int, str]:
     """Return the number of microbatches, which the first machine chooses, and the plan as text.
+
+    `vocabulary`: how many tokens the model is enlarged for.
 
     Raises `Refused` on all machines if the training does not fit one of them.
     """
 
     def plan(count: int | None) -> tuple[int, str]:
-        answer = foretold(replace(options, num_microbatch=count), runtime, data.training.largest)
+        answer = foretold(replace(options, num_microbatch=count), runtime, data.training.largest, vocabulary)
         text = summary(answer)
         assert answer.planned is not None
         return answer.planned.microbatches, text

@@ -17,6 +17,7 @@ from torch import nn
 
 from rp_cli.adapters.choice import Adapters
 from rp_cli.adapters.making import adapt
+from rp_cli.adapters.vocabulary import check_trained, grow
 from rp_cli.strangers.code import told
 from rp_cli.strangers.files import check_stored
 from rp_cli.strangers.limited import Budget, limited
@@ -63,11 +64,12 @@ def model_of(
     *,
     dtype: torch.dtype | None = None,
     pack: str | None = None,
+    vocabulary: int | None = None,
 ) -> nn.Module:
     """Create the model of a config file, with these adapters, if any, as PEFT makes them, and all else frozen.
 
     `dtype`: the weights'; None for the config's, bfloat16 if it has none. `pack`: see `packing_of`; this does not
-    pack the model.
+    pack the model. `vocabulary`: how many tokens it is enlarged for.
 
     Raises `Refused` for a config of another kind, and for adapters that do not fit the model.
     """
@@ -76,6 +78,8 @@ def model_of(
         raise Refused(
             f"--model {path}: a {type(model).__name__} has no list of layers, so there is nothing to plan"
         )
+    check_trained(model, vocabulary, adapters)
+    grow(model, vocabulary)
     if adapters is not None:
         # The model itself holds the adapters, as PEFT puts them into its layers.
         adapt(model, adapters)

@@ -1,0 +1,48 @@
+"""Give a model embeddings for tokens that were added to its tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from rp_trainer.errors import Refused
+from torch import nn
+
+from rp_cli.adapters.choice import Adapters
+
+
+def grow(model: nn.Module, tokens: int | None) -> nn.Module:
+    """Enlarge a model's embeddings, and its head, in place, if they are for fewer tokens; return the model.
+
+    New rows are drawn around the mean of the others, as transformers does. A head that is tied stays tied. On the
+    meta device nothing is drawn.
+    """
+    any_model = cast(Any, model)
+    embeddings: Any = any_model.get_input_embeddings().weight
+    if tokens is not None and tokens > len(embeddings):
+        any_model.resize_token_embeddings(tokens, mean_resizing=not embeddings.is_meta)
+    return model
+
+
+def check_trained(model: nn.Module, tokens: int | None, adapters: Adapters | None) -> None:
+    """Raise `Refused` if adapters would leave the new rows of a model as they are drawn."""
+    any_model = cast(Any, model)
+    if adapters is None or tokens is None or tokens <= len(any_model.get_input_embeddings().weight):
+        return
+    if any_model.config.get_text_config().tie_word_embeddings:
+        raise Refused(
+            f"--resize-embeddings: the head of a {type(model).__name__} is its embeddings, which adapters cannot "
+            "train as one; train all weights, or add no tokens"
+        )
+    ends: list[nn.Module] = [any_model.get_input_embeddings(), any_model.get_output_embeddings()]
+    names = [name for name, module in _modules(model) if any(module is end for end in ends)]
+    missing = [name for name in names if not any(name.endswith(saved) for saved in adapters.saved)]
+    if missing:
+        needed = " ".join(name.rpartition(".")[2] for name in names)
+        raise Refused(
+            f"--resize-embeddings: adapters would not train the new rows of {missing[0]}; add --modules-to-save "
+            f"{needed}, or train all weights"
+        )
+
+
+def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return cast("list[tuple[str, nn.Module]]", list(cast(Any, model).named_modules()))
