@@ -14,7 +14,7 @@ from rp_trainer.errors import Refused
 
 from rp_cli import __version__
 from rp_cli.environment.options import EnvOptions
-from rp_cli.estimate.options import PlanOptions
+from rp_cli.estimate.options import PlanOptions, RecipesOptions
 from rp_cli.finetune.options import FineTuning, Preparation
 from rp_cli.options.config_file import schema
 from rp_cli.options.declared import Given, Option, declared
@@ -23,7 +23,8 @@ from rp_cli.options.declared import Given, Option, declared
 @dataclass(frozen=True, slots=True)
 class Command:
     """A subcommand. `options`: their dataclass. `runs`: a module and its function of the options and, where
-    torchrun started several processes that are to work together (`joins`), of these.
+    torchrun started several processes that are to work together (`joins`), of these. `files_of`: the options that
+    files for ``--config`` have, if they are those of another command.
 
     The module is imported late, so that help and mistyped options need not wait for torch.
     """
@@ -33,6 +34,7 @@ class Command:
     help: str
     description: str
     joins: bool = True
+    files_of: type[Any] | None = None
 
     def imported(self) -> Callable[..., None]:
         """Import and return the function."""
@@ -65,6 +67,15 @@ COMMANDS = {
         "Plan the training of a language model from its config: no weights are read, and no GPU is needed if one "
         "is named. Times are simulated from counted operations, and from rates that the output says. GB is 10^9 "
         "bytes, GiB 2^30.",
+        joins=False,
+        files_of=FineTuning,
+    ),
+    "recipes": Command(
+        RecipesOptions,
+        ("rp_cli.commands.recipes", "list_recipes"),
+        "list the recipes that fit a machine: options that are known to work",
+        "List the recipes that fit this machine, or the one that --gpu, --devices and --ram describe. Start one "
+        "by `roundpipe train --config recipe:NAME --data DATA --output FOLDER`; options beside it count first.",
         joins=False,
     ),
     "env": Command(
@@ -133,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         own = commands.add_parser(name, help=command.help, description=command.description, allow_abbrev=False)
         _add_options(own, declared(command.options).values())
-        if "config" in declared(command.options):
+        if "config" in declared(command.options) and command.files_of is None:
             words = "print the JSON schema of files for --config, for editors, and end"
             own.add_argument("--schema", action=_Schema, nargs=0, const=command.options, help=words)
     return parser

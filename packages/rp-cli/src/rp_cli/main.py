@@ -87,7 +87,8 @@ def _run(given: Given, imported: Callable[[], object]) -> None:
 
 
 def _options(command: Command, given: Given) -> Any:
-    return read(command.options, with_config(given, declared(command.options)))
+    others = None if command.files_of is None else declared(command.files_of)
+    return read(command.options, with_config(given, declared(command.options), others))
 
 
 def _is_alone() -> bool:

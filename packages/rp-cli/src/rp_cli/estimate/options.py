@@ -102,6 +102,27 @@ def _network(others: Reading) -> Kind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecipesOptions:
+    """The options of `roundpipe recipes`.
+
+    None means, for `card` and `devices`: this machine's; `ram_bytes`: this machine's or, with a `card`, any.
+    """
+
+    card: Card | None = option(
+        "of a machine: such as 'RTX 4090', or memory=24GB,link=25,tflops=165",
+        Kind("GPU", _card),
+        shown="this machine's",
+        name="gpu",
+    )
+    devices: int | None = option("GPUs", whole(1, MOST_DEVICES), Default(_devices, "1; of this machine: all"))
+    ram_bytes: int | None = option(
+        "host memory, such as 512GB", Kind("SIZE", _size), shown="this machine's; with --gpu any", name="ram"
+    )
+    all: bool = option("list all recipes, whatever they need", FLAG, False)
+    json: bool = shared.json()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions(AdapterOptions):
     """The options of `roundpipe plan`, each declared by its field.
 
@@ -120,6 +141,12 @@ class PlanOptions(AdapterOptions):
         "the folder of a checkpoint, its config.json, or a name on the hub",
         Kind("PATH", _config_file),
         Default(_no_model),
+    )
+    config: Path | None = option(
+        "options of a training in YAML, or recipe:NAME, which needs no network; those given here count first",
+        path("FILE"),
+        compare=False,
+        in_files=False,
     )
     card: Card | None = option(
         "such as 'RTX 4090', or memory=24GB,link=25,tflops=165",

@@ -178,7 +178,7 @@ class FineTuning(AdapterOptions):
     )
     tokenizer: Path | None = _tuning("the tokenizer", path("FOLDER"), shown="the model's")
     config: Path | None = _tuning(
-        "options in YAML, by the same names without dashes; those given here count first",
+        "options in YAML, by the same names without dashes, or recipe:NAME; those given here count first",
         path("FILE"),
         compare=False,
         in_files=False,

@@ -10,15 +10,19 @@ from typing import Any
 from rp_trainer.errors import Refused
 
 from rp_cli.options.declared import Given, Option
+from rp_cli.recipes.catalogue import PREFIX, file_of, recipe_named
 from rp_cli.strangers.plain_yaml import Value, read_plain
 
 _MOST_COMPARED = 60
 
 
-def with_config(given: Given, options: Mapping[str, Option]) -> Given:
+def with_config(given: Given, options: Mapping[str, Option], others: Mapping[str, Option] | None = None) -> Given:
     """Return what is given with the file ``--config`` added; the command line takes precedence.
 
     This includes options that exclude each other: ``--steps`` replaces ``epochs`` of the file.
+
+    `others`: of the command that the file is for, if it is for another one. Those that `options` lacks are passed
+    over, as are places other than the model's; the model of a recipe is the configuration that comes with it.
 
     Raises `Refused` for a file that cannot be read, an unknown name (with the nearest known name, if any), and a
     value of another kind.
@@ -26,8 +30,15 @@ def with_config(given: Given, options: Mapping[str, Option]) -> Given:
     on_command_line = vars(given)
     if "config" not in on_command_line:
         return given
-    path, known = Path(given.config), {one.name: one for one in options.values() if one.in_files}
-    in_file = {name: _value(path, known[name], value) for name, value in _named(path, known).items()}
+    path, known = file_of(given.config), {one.name: one for one in options.values() if one.in_files}
+    elsewhere = {one.name: one for one in (others or {}).values() if one.in_files}
+    apart = {name for name, one in elsewhere.items() if one.kind.is_place and name != "model"}
+    named = _named(path, known | elsewhere)
+    in_file = {
+        name: _value(path, known[name], value) for name, value in named.items() if name in known.keys() - apart
+    }
+    if others is not None and given.config.startswith(PREFIX):
+        in_file["model"] = str(recipe_named(given.config.removeprefix(PREFIX)).configuration)
     for one in options.values():
         # Of two that exclude each other the command line's counts.
         for here, other in ((one.name, one.excludes), (one.excludes, one.name)):

@@ -1,0 +1,1 @@
+"""Recipes: options of `roundpipe train` that fit a machine, and the configurations that they are of."""
