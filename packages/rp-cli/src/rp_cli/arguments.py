@@ -18,6 +18,7 @@ from rp_cli.estimate.options import PlanOptions, RecipesOptions
 from rp_cli.finetune.options import FineTuning, Preparation
 from rp_cli.options.config_file import schema
 from rp_cli.options.declared import Given, Option, declared
+from rp_cli.talking.options import ChatOptions, GenerateOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,22 @@ COMMANDS = {
         "list the recipes that fit a machine: options that are known to work",
         "List the recipes that fit this machine, or the one that --gpu, --devices and --ram describe. Start one "
         "by `roundpipe train --config recipe:NAME --data DATA --output FOLDER`; options beside it count first.",
+        joins=False,
+    ),
+    "chat": Command(
+        ChatOptions,
+        ("rp_cli.talking.chat", "chat"),
+        "talk to a model in the terminal",
+        "Talk to the model of a run, a checkpoint, a folder or the hub, with its adapter and its chat template. "
+        "Its weights stay in host memory and its layers run on the first device.",
+        joins=False,
+    ),
+    "generate": Command(
+        GenerateOptions,
+        ("rp_cli.talking.completing", "generate"),
+        "complete the prompts of a file",
+        "Complete each prompt of --prompts by the model of a run, a checkpoint, a folder or the hub, and write "
+        "--output.",
         joins=False,
     ),
     "env": Command(
@@ -157,6 +174,7 @@ def _add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> 
             groups[option.group] = parser.add_argument_group(option.group)
         kind = option.kind
         metavar = {"metavar": kind.metavar} if kind.metavar else {}
+        name = option.name if option.is_positional else option.flag
         groups[option.group].add_argument(
-            option.flag, default=argparse.SUPPRESS, help=option.told, **metavar, **_ACTIONS[kind.takes]
+            name, default=argparse.SUPPRESS, help=option.told, **metavar, **_ACTIONS[kind.takes]
         )

@@ -25,9 +25,14 @@ def fitted(options: FineTuning) -> FineTuning:
 
     Raises `Refused` for a devices string that cannot be parsed, and for fewer GPUs than processes.
     """
-    devices = _default_devices() if options.devices is None else options.devices
-    cpu_devices = _cpu_devices(devices)
-    return replace(options, devices=devices, dtype=options.dtype or ("float32" if cpu_devices else "bfloat16"))
+    devices, dtype = chosen(options.devices, options.dtype)
+    return replace(options, devices=devices, dtype=dtype)
+
+
+def chosen(devices: str | None, dtype: str | None) -> tuple[str, str]:
+    """Return the devices and the dtype that are given or, where None is, those of `fitted`."""
+    devices = _default_devices() if devices is None else devices
+    return devices, dtype or ("float32" if _cpu_devices(devices) else "bfloat16")
 
 
 @contextmanager

@@ -44,7 +44,8 @@ class Option:
     the default, if not that itself. `narrowed`: the kind that it is under the other options. `excludes`: the field
     of an option that cannot be given beside it; `needs`: the field of one that must be, and why. `in_files`:
     whether YAML may have it. `is_free`: a resumed run may have another value, which affects results only by
-    rounding, as it may have other places, whose content is compared.
+    rounding, as it may have other places, whose content is compared. `is_positional`: it has no name on the
+    command line, and must be there.
     """
 
     help: str
@@ -58,10 +59,13 @@ class Option:
     needs: tuple[str, str] | None = None
     in_files: bool = True
     is_free: bool = False
+    is_positional: bool = False
 
     @property
     def flag(self) -> str:
         """The option as written on the command line."""
+        if self.is_positional:
+            return self.kind.metavar
         return f"--{self.name.replace('_', '-')}"
 
     @property

@@ -196,7 +196,8 @@ class RoundPipe(RoundPipeBase):
         """Run `generate` of the user's own model on the devices, with the results of all steps so far."""
         self.synchronize()
         device = self.runtime.lanes[0].device.torch_device
-        forward = partial(self, roundpipe_run_config=RoundPipeRunConfig(output_device=device))
+        config = RoundPipeRunConfig(output_device=device, num_microbatch=1)
+        forward = partial(self, roundpipe_run_config=config)
         self._own("_under_way", "generate")
         try:
             # Each token has keys of another length, which layers would be compiled for anew.

@@ -1,0 +1,73 @@
+"""The options of `roundpipe chat` and `roundpipe generate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rp_cli.options import shared
+from rp_cli.options.declared import option
+from rp_cli.options.kinds import DEVICES, FLAG, TEXT, number, one_of, path, whole
+
+_MOST_TOKENS = shared.MOST_SEQUENCE
+_LOADING, _SAMPLING = "the model", "how tokens are chosen"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TalkOptions:
+    """What both commands have. None means, for `tokenizer` and `base`: as the run or the folder says; `dtype`:
+    float32 on CPU devices, else bfloat16; `temperature`, `top_p`, `top_k`: as the model's generation config says.
+    """
+
+    run: Path = option(
+        "an --output folder of `roundpipe train`, one of its checkpoints, the folder of a model or of an adapter, "
+        "or a name on the hub",
+        path("RUN"),
+        is_positional=True,
+    )
+    tokenizer: Path | None = option(
+        "a folder or a name on the hub, if RUN has no tokenizer", path(), group=_LOADING
+    )
+    base: Path | None = option(
+        "of an adapter: the model that it was trained for, if it is no longer where it was", path(), group=_LOADING
+    )
+    devices: str | None = option(f"{shared.ON_DEVICES}; all layers run on the first", DEVICES, group=_LOADING)
+    dtype: str | None = option(
+        "dtype of the weights (float32 on CPU devices, else bfloat16)",
+        one_of(("float32", "bfloat16", "float16")),
+        group=_LOADING,
+    )
+    max_tokens: int = option("at most so many tokens a reply", whole(1, _MOST_TOKENS), "512")
+    greedy: bool = option("take the likeliest token each time", FLAG, False, group=_SAMPLING)
+    temperature: float | None = option(
+        "below 1 for likelier tokens", number(1e-3, 100.0, "T"), group=_SAMPLING, excludes="greedy"
+    )
+    top_p: float | None = option(
+        "of the likeliest tokens that have this probability together",
+        number(1e-6, 1.0, "P"),
+        group=_SAMPLING,
+        excludes="greedy",
+    )
+    top_k: int | None = option("of so many", whole(1, 2**20), group=_SAMPLING, excludes="greedy")
+    seed: int = option("of the random numbers", whole(0, 2**31 - 1), "0", group=_SAMPLING)
+    system: str | None = option("the system's message, with which each conversation begins", TEXT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions(TalkOptions):
+    """The options of `roundpipe chat`, each declared by its field."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions(TalkOptions):
+    """The options of `roundpipe generate`, each declared by its field. `prompts`, `output`: files.
+
+    >>> from rp_cli.options.declared import Given, read
+    >>> read(GenerateOptions, Given(run="r", prompts="p.txt", output="o.jsonl")).batch
+    16
+    """
+
+    prompts: Path = option("JSON lines with 'prompt' or 'messages', or a text file with a prompt a line", path())
+    output: Path = option("JSON lines: those of the prompts, each with its 'completion'", path())
+    batch: int = option("prompts that are completed together", shared.BATCH, "16")
+    overwrite: bool = option("replace --output", FLAG, False)

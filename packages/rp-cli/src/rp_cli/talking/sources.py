@@ -1,0 +1,113 @@
+"""Where a model's weights, its tokenizer and its adapter are, given a run, a checkpoint, a folder or a name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from rp_presets import check_folder
+from rp_trainer.errors import Refused
+
+from rp_cli.hub.models import SMALL_FILES, WEIGHTS, fetched
+from rp_cli.hub.names import model_named
+from rp_cli.strangers.files import bounded_bytes
+from rp_cli.strangers.refusing import refusing
+from rp_cli.talking.options import TalkOptions
+
+_MODEL, _ADAPTER, _OPTIONS = "config.json", "adapter_config.json", "options.json"
+_WEIGHTS = "adapter_model.safetensors"
+_MOST_BYTES = 2**24
+_STEP = "step-*"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Folders. `model`: of the weights; `adapter`: what is put on it, if anything."""
+
+    model: Path
+    tokenizer: Path
+    adapter: Path | None
+
+
+def source_of(options: TalkOptions) -> Source:
+    """Find the folders. Raises `Refused` if something is not there."""
+    folder = _found("RUN", options.run)
+    run = next((each for each in (folder, *folder.parents[:2]) if (each / _OPTIONS).is_file()), None)
+    folder = _of_run(folder)
+    adapter = folder if (folder / _ADAPTER).is_file() else None
+    if adapter is None and not (folder / _MODEL).is_file():
+        raise Refused(
+            f"{folder} must hold a model ({_MODEL}), an adapter ({_ADAPTER}) or a run of `roundpipe train`, but "
+            "has none of these"
+        )
+    if adapter is None and options.base is not None:
+        raise Refused(f"--base is the model of an adapter, but {folder} holds a whole model; leave it out")
+    if adapter is not None and not (adapter / _WEIGHTS).is_file():
+        raise Refused(f"{adapter} must have its weights in {_WEIGHTS}, but has no such file; others are not read")
+    model = folder if adapter is None else _base(adapter, options)
+    return Source(model, _tokenizer(options, [folder, model], run), adapter)
+
+
+def _found(option: str, path: Path) -> Path:
+    """The folder that a value names, downloaded if it is a name on the hub."""
+    name = model_named(path)
+    if name is not None:
+        return fetched(option, name, (*SMALL_FILES, *WEIGHTS))
+    if not path.is_dir():
+        raise Refused(
+            f"{option} must be a folder or a name on the hub such as Qwen/Qwen3-8B, but is {str(path)!r}"
+        )
+    with refusing(f"{option}: "):
+        check_folder(path)
+    return path
+
+
+def _of_run(folder: Path) -> Path:
+    """The model of a run, or the newest checkpoint of one that has not ended; other folders are what they are."""
+    if (folder / _MODEL).is_file() or (folder / _ADAPTER).is_file() or not (folder / _OPTIONS).is_file():
+        return folder
+    if (folder / "model").is_dir():
+        return folder / "model"
+    checkpoints = sorted((folder / "checkpoints").glob(_STEP))
+    whole = [each for each in checkpoints if (each / "roundpipe" / "complete").is_file()]
+    if not whole:
+        raise Refused(
+            f"the run in {folder} has neither a model nor a whole checkpoint yet; train with --save-every"
+        )
+    return whole[-1]
+
+
+def _base(adapter: Path, options: TalkOptions) -> Path:
+    if options.base is not None:
+        return _found("--base", options.base)
+    said: Any = _json(adapter / _ADAPTER).get("base_model_name_or_path")
+    path = Path(str(said))
+    if not said or (model_named(path) is None and not path.is_dir()):
+        raise Refused(f"the adapter in {adapter} is for {said!r}, which is not there; name its folder with --base")
+    return _found("the adapter's model", path)
+
+
+def _tokenizer(options: TalkOptions, folders: list[Path], run: Path | None) -> Path:
+    if options.tokenizer is not None:
+        return _found("--tokenizer", options.tokenizer)
+    if run is not None:
+        given = _json(run / _OPTIONS)
+        folders = [
+            *folders,
+            run / "model",
+            *(Path(str(given[name])) for name in ("tokenizer", "model") if given.get(name)),
+        ]
+    found = next((each for each in folders if each.is_dir() and any(each.glob("*token*"))), None)
+    if found is None:
+        raise Refused(f"there is no tokenizer in {folders[0]}; name a folder that has one with --tokenizer")
+    return found
+
+
+def _json(file: Path) -> dict[str, Any]:
+    with refusing(f"{file} cannot be read: ", (ValueError, OSError)):
+        read: Any = json.loads(bounded_bytes(str(file), file, _MOST_BYTES))
+    if not isinstance(read, dict):
+        raise Refused(f"{file} must hold a JSON object, but does not")
+    return cast("dict[str, Any]", read)

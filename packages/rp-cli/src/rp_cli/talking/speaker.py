@@ -1,0 +1,144 @@
+"""`Speaker`: a loaded model with its tokenizer, which completes texts and conversations."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from roundpipe import RoundPipe, Runtime, from_pretrained
+from rp_presets import DamagedFile, UnsupportedModel, check_checkpoint, check_tokenizer, unasked
+from rp_trainer.errors import Refused
+from rp_trainer.processes import ALONE
+from torch import nn
+
+from rp_cli.finetune.devices import chosen, opened
+from rp_cli.finetune.model import without_bars
+from rp_cli.hub.models import called
+from rp_cli.strangers.code import told
+from rp_cli.strangers.refusing import refusing, refusing_all
+from rp_cli.talking.options import TalkOptions
+from rp_cli.talking.sources import Source, source_of
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """Completes prompts. `sampling`: arguments of `generate`."""
+
+    model: RoundPipe
+    tokenizer: Any  # each model has its own class
+    sampling: Mapping[str, Any]
+
+    @property
+    def talks(self) -> bool:
+        """Whether the tokenizer has a chat template, so that conversations have a form."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def text_of(self, messages: Sequence[Message]) -> str:
+        """A conversation in the model's form, up to where the assistant begins to speak.
+
+        Raises `Refused` for one that the template refuses.
+        """
+        if not self.talks:
+            raise Refused(
+                "the tokenizer has no chat template, so conversations have no form; give a 'prompt' in place of "
+                "'messages', or a --tokenizer that has one"
+            )
+        with refusing_all("the chat template refuses the conversation: ", told):
+            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+
+    def complete(self, texts: Sequence[str], *, is_form: bool = False, streamer: Any = None) -> list[str]:
+        """Complete texts together; return what follows each.
+
+        `is_form`: they come from a chat template, which has written the special tokens. `streamer`: is told of the
+        tokens of a single text as they come.
+        """
+        given = self.tokenizer(
+            list(texts), return_tensors="pt", padding=True, padding_side="left", add_special_tokens=not is_form
+        )
+        ids = given["input_ids"]
+        if not ids.shape[1]:
+            raise Refused("a prompt must have at least one token, but has none")
+        with refusing(f"{self.model.name} does not generate: "):
+            found = self.model.generate(
+                ids, attention_mask=given["attention_mask"], streamer=streamer, **self.sampling
+            )
+        return self.tokenizer.batch_decode(found[:, ids.shape[1] :], skip_special_tokens=True)
+
+
+@contextmanager
+def speaking(options: TalkOptions) -> Generator[Speaker]:
+    """Load what the options name, and let go of the devices at the end.
+
+    Raises `Refused` for what is not there or cannot be loaded, `HostMemoryShort`.
+    """
+    source = source_of(options)
+    tokenizer = _tokenizer(source)
+    devices, dtype = chosen(options.devices, options.dtype)
+    with opened(devices, ALONE) as runtime:
+        model = _loaded(source, runtime, getattr(torch, dtype), called(options.run))
+        torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
+        yield Speaker(model, tokenizer, _sampling(options, tokenizer))
+
+
+def _tokenizer(source: Source) -> Any:
+    from transformers import AutoTokenizer
+
+    loader: Any = AutoTokenizer
+    with (
+        refusing_all(f"the tokenizer in {source.tokenizer} cannot be used: ", told),
+        refusing("the tokenizer cannot be used: ", (DamagedFile,)),
+        unasked(),
+    ):
+        check_tokenizer(source.tokenizer)
+        tokenizer = loader.from_pretrained(str(source.tokenizer), local_files_only=True, trust_remote_code=False)
+    if tokenizer.pad_token_id is None:
+        # Nothing attends to it.
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _loaded(source: Source, runtime: Runtime, dtype: torch.dtype, name: str) -> RoundPipe:
+    without_bars()
+    with (
+        warnings.catch_warnings(),
+        refusing(f"{source.model} cannot be loaded: ", (ValueError, OSError), told),
+        refusing("", (DamagedFile,)),
+        refusing(f"{source.model} cannot be run by this command: ", (UnsupportedModel,)),
+        unasked(),
+    ):
+        warnings.simplefilter("ignore", FutureWarning)
+        check_checkpoint(source.model)
+        adapt = None if source.adapter is None else partial(_with_adapter, source=source)
+        given: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False, "runtime": runtime, "name": name}
+        model = from_pretrained(source.model, adapt=adapt, use_sequential_preset=True, **given)
+    assert isinstance(model, RoundPipe)
+    return model.eval()
+
+
+def _with_adapter(model: nn.Module, source: Source) -> nn.Module:
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise Refused("an adapter needs PEFT: pip install 'rp-cli[lora]'") from None
+    loader: Any = PeftModel
+    return loader.from_pretrained(model, str(source.adapter), local_files_only=True, trust_remote_code=False)
+
+
+def _sampling(options: TalkOptions, tokenizer: Any) -> dict[str, Any]:
+    asked = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
+    chosen_by = {name: value for name, value in asked.items() if value is not None}
+    return {
+        "max_new_tokens": options.max_tokens,
+        "pad_token_id": tokenizer.pad_token_id,
+        "do_sample": not options.greedy,
+        # Also of a model whose config says otherwise, as those that were trained do.
+        "use_cache": True,
+        **chosen_by,
+    }

@@ -1,0 +1,243 @@
+"""`roundpipe chat` and `roundpipe generate`: replies are those of transformers alone."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from finetuning import json_lines, make_model, words
+from rp_cli.main import main
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+PROMPTS = [{"prompt": words(1, 4), "id": 7}, {"prompt": words(2, 9)}]
+CHATS = [
+    {"messages": [{"role": "user", "content": words(3, 3)}]},
+    {"messages": [{"role": "system", "content": "the cat"}, {"role": "user", "content": words(4, 2)}]},
+]
+TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def on_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROUNDPIPE_DEVICES", "cpu:2")
+
+
+def plainly(
+    folder: Path, texts: list[str], *, is_form: bool = False, wrap: Any = lambda model: model
+) -> list[str]:
+    """What transformers says to each text alone."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model = wrap(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)).eval()
+    found = []
+    for text in texts:
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=not is_form)["input_ids"]
+        said = model.generate(input_ids=ids, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
+        found.append(tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True))
+    return found
+
+
+def form_of(folder: Path, messages: list[dict[str, str]]) -> str:
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def generate(run: Path, prompts: Path, output: Path, *more: str) -> int:
+    asked = ["--prompts", str(prompts), "--output", str(output), "--max-tokens", str(TOKENS), "--greedy"]
+    return main(["generate", str(run), *asked, *more])
+
+
+def completions(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def talk(run: Path, said: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> int:
+    monkeypatch.setattr("sys.stdin", io.StringIO(said))
+    return main(["chat", str(run), "--max-tokens", str(TOKENS), "--greedy", *more])
+
+
+def test_prompts_are_completed_in_their_order_whatever_the_batch(model: Path, tmp_path: Path) -> None:
+    prompts = json_lines(tmp_path / "prompts.jsonl", [*PROMPTS, *CHATS, words(5, 3)])
+    texts = [PROMPTS[0]["prompt"], PROMPTS[1]["prompt"]]
+    expected = [
+        *plainly(model, texts),
+        *plainly(model, [form_of(model, chat["messages"]) for chat in CHATS], is_form=True),
+        *plainly(model, [words(5, 3)]),
+    ]
+
+    assert generate(model, prompts, tmp_path / "said.jsonl") == 0
+
+    found = completions(tmp_path / "said.jsonl")
+    assert [row["completion"] for row in found] == expected
+    assert [{**row, "completion": None} for row in found] == [
+        {**row, "completion": None} for row in [*PROMPTS, *CHATS, {"prompt": words(5, 3)}]
+    ]
+    assert generate(model, prompts, tmp_path / "again.jsonl", "--batch", "1") == 0
+    assert completions(tmp_path / "again.jsonl") == found
+
+
+def test_a_text_file_has_a_prompt_a_line(model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(f"{words(1, 4)}\n\n{words(2, 9)}\n")
+
+    assert generate(model, prompts, tmp_path / "said.jsonl") == 0
+
+    found = [row["completion"] for row in completions(tmp_path / "said.jsonl")]
+    assert found == plainly(model, [words(1, 4), words(2, 9)])
+
+
+def test_sampling_is_repeated_by_its_seed(model: Path, tmp_path: Path) -> None:
+    prompts = json_lines(tmp_path / "prompts.jsonl", PROMPTS)
+
+    def sampled(seed: int, name: str) -> list[dict[str, Any]]:
+        asked = ["--prompts", str(prompts), "--output", str(tmp_path / name), "--seed", str(seed)]
+        assert (
+            main(["generate", str(model), *asked, "--max-tokens", "12", "--temperature", "3", "--top-k", "50"])
+            == 0
+        )
+        return completions(tmp_path / name)
+
+    assert sampled(1, "one") == sampled(1, "two") != sampled(2, "three")
+
+
+@pytest.mark.usefixtures("measured_once")
+def test_a_run_its_checkpoints_and_its_model_are_found(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = json_lines(tmp_path / "data.jsonl", [{"text": words(number, 8)} for number in range(24)])
+    prompts, run = json_lines(tmp_path / "prompts.jsonl", PROMPTS), tmp_path / "run"
+    trained = ["--sequence", "16", "--batch", "4", "--steps", "2", "--save-every", "1", "--lr", "0.01"]
+    assert main(["train", "--model", str(model), "--data", str(data), "--output", str(run), *trained]) == 0
+
+    def said(folder: Path) -> list[str]:
+        assert generate(folder, prompts, tmp_path / "said.jsonl", "--overwrite") == 0
+        return [row["completion"] for row in completions(tmp_path / "said.jsonl")]
+
+    texts = [row["prompt"] for row in PROMPTS]
+    expected = plainly(run / "model", texts)
+    assert said(run) == said(run / "model") == expected
+    # A checkpoint has no tokenizer of its own: the run's is taken.
+    of_checkpoint = said(run / "checkpoints" / "step-00000001")
+    (run / "model").rename(tmp_path / "moved")
+    assert said(run) == of_checkpoint
+    capsys.readouterr()
+
+
+def test_an_adapter_speaks_with_its_model(model: Path, tmp_path: Path) -> None:
+    peft: Any = pytest.importorskip("peft")
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapter = tmp_path / "adapter"
+    peft.get_peft_model(base, config).save_pretrained(adapter)
+    prompts = json_lines(tmp_path / "prompts.jsonl", PROMPTS)
+
+    assert generate(adapter, prompts, tmp_path / "said.jsonl") == 0
+
+    expected = plainly(
+        model, [row["prompt"] for row in PROMPTS], wrap=lambda one: peft.PeftModel.from_pretrained(one, adapter)
+    )
+    assert [row["completion"] for row in completions(tmp_path / "said.jsonl")] == expected
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    assert generate(adapter, prompts, tmp_path / "more.jsonl") == 2
+
+
+def test_a_conversation_goes_on_until_it_is_reset(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "talk.jsonl"
+
+    assert talk(model, f"one two\nthe cat\n/save {file}\n/reset\none two\n/save {file}\n/exit\n", monkeypatch) == 0
+
+    first, second = (json.loads(line)["messages"] for line in file.read_text().splitlines())
+    assert [message["role"] for message in first] == ["user", "assistant"] * 2
+    for turn in (1, 3):
+        (expected,) = plainly(model, [form_of(model, first[:turn])], is_form=True)
+        assert first[turn]["content"] == expected
+    assert second == first[:2]
+    assert f"added to {file}" in capsys.readouterr().out
+
+
+def test_the_systems_message_begins_each_conversation(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "talk.jsonl"
+
+    assert talk(model, f"/reset\none\n/save {file}\n", monkeypatch, "--system", "the cat") == 0
+
+    (messages,) = (json.loads(line)["messages"] for line in file.read_text().splitlines())
+    assert messages[0] == {"role": "system", "content": "the cat"}
+    assert messages[2]["content"] == plainly(model, [form_of(model, messages[:2])], is_form=True)[0]
+
+
+def test_commands_that_cannot_be_followed_say_so(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talk(model, f"/sing\n/save\n/save {tmp_path}\n", monkeypatch) == 0
+
+    out = capsys.readouterr().out
+    assert "there is no /sing; /reset begins anew" in out
+    assert "/save must be followed by the name of a file" in out
+    assert "not saved: " in out
+
+
+REFUSALS = [
+    (["nowhere"], "RUN must be a folder or a name on the hub such as Qwen/Qwen3-8B, but is 'nowhere'"),
+    (["EMPTY"], "must hold a model (config.json), an adapter (adapter_config.json) or a run of `roundpipe train`"),
+    (["MODEL", "--base", "MODEL"], "--base is the model of an adapter, but"),
+    (["MODEL", "--prompts", "none.txt"], "--prompts none.txt cannot be read"),
+    (["MODEL", "--prompts", "BAD"], "must have 'prompt', a text, or 'messages' with 'role' and 'content'"),
+    (["MODEL", "--output", "no/where.jsonl"], "--output no/where.jsonl must be in a folder that is there"),
+    (["MODEL", "--output", "PROMPTS"], "is there already; take another name, or --overwrite"),
+    (["MODEL", "--greedy", "--top-k", "3"], "--top-k and --greedy exclude each other"),
+    (["MODEL", "--prompts", "TEXT", "--system", "s"], "--system begins conversations, but --prompts has texts"),
+    (["MODEL", "--devices", "abacus"], "devices must read 'cuda'"),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), REFUSALS)
+def test_what_cannot_be_used_is_refused_in_a_line(
+    given: list[str], told: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.txt").write_text("one\n")
+    places = {
+        "MODEL": str(model),
+        "EMPTY": str(tmp_path / "empty"),
+        "TEXT": str(tmp_path / "text.txt"),
+        "PROMPTS": str(json_lines(tmp_path / "prompts.jsonl", PROMPTS)),
+        "BAD": str(json_lines(tmp_path / "bad.jsonl", [{"question": "why"}])),
+    }
+    run, *more = (places.get(each, each) for each in given)
+    asked = {"--prompts": places["PROMPTS"], "--output": str(tmp_path / "said.jsonl")}
+    usual = [each for name, value in asked.items() if name not in more for each in (name, value)]
+
+    assert main(["generate", run, *usual, *more]) == 2
+
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert told in error, error
+    assert not (tmp_path / "said.jsonl").exists()
+
+
+def test_a_model_without_a_chat_template_continues_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model(tmp_path / "model", template=None)
+    prompts = json_lines(tmp_path / "chats.jsonl", CHATS)
+
+    assert talk(model, "one two\n", monkeypatch) == 0
+    assert talk(model, "one two\n", monkeypatch, "--system", "s") == 2
+    assert generate(model, prompts, tmp_path / "said.jsonl") == 2
+
+    printed = capsys.readouterr()
+    assert "the tokenizer has no chat template, so each line is continued as a text" in printed.out
+    assert plainly(model, ["one two"])[0] in printed.out
+    assert "--system needs a chat template, but the tokenizer has none" in printed.err
+    assert "give a 'prompt' in place of 'messages'" in printed.err

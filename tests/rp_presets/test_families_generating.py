@@ -1,0 +1,66 @@
+"""Tiny models of every family generate on devices the tokens that they generate by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import UNBUILDABLE, causal_families
+from models_table import IS_NO_ROW
+from roundpipe import RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
+from torch import nn
+
+FAMILIES = causal_families(without=UNBUILDABLE)
+# Keys that layers share, a recurrent state, a plain one.
+SAMPLE = ("Gemma4ForCausalLM", "MambaForCausalLM", "Qwen3ForCausalLM")
+# Why a row does not generate, though the model does.
+REFUSED = {
+    "MiniMaxForCausalLM": "makes a key-value cache of its own in forward",
+    "RwkvForCausalLM": "the code around its layers reads Linear.weight",
+    "XLNetLMHeadModel": "the model computes between its layers",
+}
+WAYS: tuple[dict[str, Any], ...] = ({}, {"do_sample": True}, {"num_beams": 2})
+LEFT_PADDED = torch.tensor([[0, 0, 5, 6, 7], [4, 5, 6, 7, 8], [9, 3, 4, 5, 6]])
+
+
+def tokens(model: Any, options: dict[str, Any]) -> torch.Tensor:
+    torch.manual_seed(3)
+    mask = (LEFT_PADDED != 0).long()
+    return model.generate(
+        LEFT_PADDED, attention_mask=mask, max_new_tokens=5, min_new_tokens=5, pad_token_id=0, **options
+    )
+
+
+def plainly(model: nn.Module, options: dict[str, Any]) -> torch.Tensor | None:
+    """What the model generates by itself; None if it does not."""
+    try:
+        return tokens(model, options)
+    except (ValueError, RuntimeError, TypeError, AttributeError, IndexError):
+        return None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SAMPLE else pytest.mark.nightly)
+        for name in FAMILIES
+        if name not in IS_NO_ROW
+    ],
+)
+@pytest.mark.parametrize("devices", ["cpu:1", "cpu:3"])
+def test_a_row_generates_the_models_own_tokens(name: str, devices: str) -> None:
+    model = FAMILIES[name].build().eval()
+    expected = [plainly(model, options) for options in WAYS]
+    if all(one is None for one in expected):
+        pytest.skip("transformers itself cannot")
+
+    with Runtime(devices) as runtime:
+        config = RoundPipeRunConfig(num_microbatch=3)
+        wrapped = wrap_model_to_roundpipe(model, True, runtime=runtime, model_run_config=config)
+        if name in REFUSED:
+            with pytest.raises((ValueError, NotImplementedError), match=REFUSED[name]):
+                tokens(wrapped, WAYS[0])
+            return
+        for options, one in zip(WAYS, expected, strict=True):
+            assert one is None or torch.equal(tokens(wrapped, options), one), options
