@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,3 +128,22 @@ def plain_loop(model: nn.Module, steps: Iterator[list[Document]]) -> list[float]
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def test_a_routers_loss_counts_once_a_step_in_however_many_calls(tmp_path: Path) -> None:
+    folder = finetuning.make_model(tmp_path / "moe", "qwen3-moe")
+    config = json.loads((folder / "config.json").read_text())
+    added = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    (folder / "config.json").write_text(json.dumps(config | added))
+    data = finetuning.json_lines(tmp_path / "data.jsonl", finetuning.texts(4))
+    losses: list[float] = []
+    for batch, microbatches, accumulation in ((4, 4, 1), (2, 2, 2), (1, 1, 4)):
+        run = tmp_path / f"{accumulation}"
+        given = ["--batch", str(batch), "--num-microbatch", str(microbatches), "--accumulation", str(accumulation)]
+        files = ["--model", str(folder), "--data", str(data), "--output", str(run)]
+        settings = ["--sequence", "32", "--steps", "1", "--no-packing", "--devices", "cpu:2"]
+        assert main(["train", *files, *settings, *given]) == 0
+        losses += [line["loss"] for line in finetuning.lines(run)]
+
+    first, *others = losses
+    assert others == pytest.approx([first, first], rel=1e-6)

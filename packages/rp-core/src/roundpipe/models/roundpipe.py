@@ -28,7 +28,7 @@ from roundpipe.models.base import RoundPipeBase, wrappers
 from roundpipe.models.calls.generating import generated
 from roundpipe.models.calls.loss_call import LossArguments, LossCall, evaluation_config, training_config
 from roundpipe.models.calls.outputs import check_outputs, merged, placed
-from roundpipe.models.calls.own_loss import call_loss, outputs_are_loss, with_loss
+from roundpipe.models.calls.own_loss import OwnLoss, call_loss, outputs_are_loss, with_loss
 from roundpipe.models.calls.surroundings import check_call, tell_no_cache
 from roundpipe.models.calls.untraced import untraced
 from roundpipe.models.dividing.splitter import CallSplitter
@@ -212,7 +212,7 @@ class RoundPipe(RoundPipeBase):
         input_args: tuple[Any, ...] = (),
         input_kwargs: Mapping[str, Any] | None = None,
         label: Any = None,
-        loss_fn: LossFn = outputs_are_loss,
+        loss_fn: LossFn | OwnLoss = outputs_are_loss,
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig | None = None,
         *,
@@ -225,7 +225,8 @@ class RoundPipe(RoundPipeBase):
             label: any tree; split like the inputs and passed to `loss_fn`.
             loss_fn: maps ``(outputs, label)`` of one microbatch, on its device, to a loss or a sequence of
                 losses, which are summed over the microbatches; `token_mean` makes one that is a mean over the
-                batch. Default: the model's own loss, or else the outputs are the loss.
+                batch. Default: the model's own loss, or else the outputs are the loss. An `OwnLoss` takes the
+                place of the model's.
             return_outputs: return ``(loss, outputs)``.
             run_config: settings of this call, over `model_run_config`.
             optimizer: with ``step_in_backward=True``, which requires it unless all parameters are frozen: one of
@@ -265,7 +266,7 @@ class RoundPipe(RoundPipeBase):
         input_args: tuple[Any, ...] = (),
         input_kwargs: Mapping[str, Any] | None = None,
         label: Any = None,
-        loss_fn: LossFn = outputs_are_loss,
+        loss_fn: LossFn | OwnLoss = outputs_are_loss,
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig | None = None,
     ) -> Any:

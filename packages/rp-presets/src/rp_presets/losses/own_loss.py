@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -36,7 +36,7 @@ class OwnLoss:
 
     `rule`: what the loss counts. `takes_total`: it divides by `num_items_in_batch`, if that is passed.
     `coefficient`: the factor of `aux_loss` in the loss, 0 without one. `labels`: the name of the argument for
-    labels.
+    labels. `rows`: those of all calls that a step adds up; None for those of the call.
 
     >>> own = OwnLoss("shifted", takes_total=False)
     >>> whole = {"labels": torch.tensor([[1, 2, 3], [1, 2, -100], [1, -100, -100]])}
@@ -50,6 +50,14 @@ class OwnLoss:
     coefficient: float = 0.0
     shift_labels: Shifts = "ignored"
     labels: str = "labels"
+    rows: int | None = None
+
+    def over(self, calls: Sequence[Mapping[str, Any]]) -> OwnLoss:
+        """Return the loss of one of these calls, by their arguments, of which the sum is a mean over all.
+
+        Otherwise each call would add a whole auxiliary loss. `num_items_in_batch` is for the caller to add up.
+        """
+        return replace(self, rows=sum(len(self._counted(call)[1]) for call in calls))
 
     def with_total(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Add the number of labels to the arguments of the whole batch, if the model divides by it.
@@ -73,8 +81,8 @@ class OwnLoss:
 
     def share(self, part: Mapping[str, Any], whole: Mapping[str, Any]) -> Share:
         """Return the share of a part of the batch. `whole`: the arguments that `with_total` returned."""
-        rows = len(self._counted(part)[1]) / len(self._counted(whole)[1])
-        return Share(self._main(part, whole), rows, self.coefficient)
+        rows = len(self._counted(whole)[1]) if self.rows is None else self.rows
+        return Share(self._main(part, whole), len(self._counted(part)[1]) / rows, self.coefficient)
 
     @staticmethod
     def loss_fn(outputs: Any, share: Share) -> Tensor:
@@ -138,6 +146,10 @@ class OwnLosses:
     def with_total(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """See `OwnLoss.with_total`. Raises what `observe` raises, such as `UnknownLoss`."""
         return self._of(kwargs).with_total(kwargs)
+
+    def over(self, calls: Sequence[Mapping[str, Any]]) -> OwnLoss:
+        """See `OwnLoss.over`; all calls have labels of the first one's kind."""
+        return self._of(calls[0]).over(calls)
 
     def labels_in(self, kwargs: Mapping[str, Any]) -> int:
         """See `OwnLoss.labels_in`."""

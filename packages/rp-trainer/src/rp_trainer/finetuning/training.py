@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from roundpipe import RoundPipe
+from roundpipe import OwnLoss, RoundPipe
 
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning.batches import Batches, Call, labels_in
@@ -78,12 +78,18 @@ class Training:
         return figures, is_finite
 
     def _backpropagate(self, calls: Sequence[Call], during: torch.optim.Optimizer | None) -> float:
-        """Run the calls; return the mean loss over the labels of all, with calls weighted by their labels."""
-        whole: dict[str, Any] = {}
-        if len(calls) > 1:
-            own: Any = getattr(self.model.model, "own_loss", None)
-            whole[TOTAL] = sum(own.with_total(call)[TOTAL] for call in calls)
-        losses = [self.model.forward_backward(input_kwargs={**call, **whole}, optimizer=during) for call in calls]
+        """Run the calls; return the mean loss over the labels of all, with calls weighted by their labels.
+
+        What a model adds to that, such as a router's loss, is a mean over the rows of all.
+        """
+        if len(calls) == 1:
+            return self.model.forward_backward(input_kwargs=calls[0], optimizer=during).item()
+        own: Any = self.model.model.own_loss
+        total = sum(own.with_total(call)[TOTAL] for call in calls)
+        whole = [{**call, TOTAL: total} for call in calls]
+        # One's own class of loss need not know of extra terms.
+        over = own.over(whole) if hasattr(own, "over") else own
+        losses = [self.model.forward_backward(input_kwargs=call, loss_fn=over, optimizer=during) for call in whole]
         return sum(loss.item() for loss in losses)
 
     def has_labels(self, step: int) -> bool:
@@ -114,7 +120,7 @@ class Training:
 def _check_accumulation(model: RoundPipe, batch: Call, settings: Settings) -> None:
     """Raise `Refused` unless the model's loss can be divided by the labels of several calls."""
     own: Any = getattr(model.model, "own_loss", None)
-    if TOTAL not in own.with_total(batch):
+    if not isinstance(own, OwnLoss) or TOTAL not in own.with_total(batch):
         names = settings.names
         raise Refused(
             f"{names.accumulation} must be 1: the loss of a {type(model.named_model).__name__} is a mean over one "

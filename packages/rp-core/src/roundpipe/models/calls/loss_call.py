@@ -12,7 +12,7 @@ from rp_engine import Arrivals, LossFn, RoundPipeRunConfig
 from rp_sched import Mode
 
 from roundpipe.models.calls.outputs import check_outputs, merged
-from roundpipe.models.calls.own_loss import call_loss, check_arguments, with_loss
+from roundpipe.models.calls.own_loss import OwnLoss, call_loss, check_arguments, with_loss
 from roundpipe.models.dividing.splitter import CallSplitter
 
 
@@ -23,11 +23,15 @@ class LossArguments:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     label: Any
-    loss_fn: LossFn
+    loss_fn: LossFn | OwnLoss
 
     @classmethod
     def checked(
-        cls, input_args: tuple[Any, ...], input_kwargs: Mapping[str, Any] | None, label: Any, loss_fn: LossFn
+        cls,
+        input_args: tuple[Any, ...],
+        input_kwargs: Mapping[str, Any] | None,
+        label: Any,
+        loss_fn: LossFn | OwnLoss,
     ) -> LossArguments:
         """Return these arguments. Raises `TypeError` unless they are of their kinds."""
         check_arguments(input_args, input_kwargs, loss_fn)

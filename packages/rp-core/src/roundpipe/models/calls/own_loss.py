@@ -68,12 +68,15 @@ class CallLoss:
 
 
 def call_loss(
-    model: nn.Module, kwargs: Mapping[str, Any], label: Any, loss_fn: LossFn, split_label: Any
+    model: nn.Module, kwargs: Mapping[str, Any], label: Any, loss_fn: LossFn | OwnLoss, split_label: Any
 ) -> CallLoss:
     """Choose the loss; `in_parts` gives the microbatches' labels and their loss function.
 
     Raises `ValueError` if labels are given in two places, or a `label` that nothing reads.
     """
+    if isinstance(loss_fn, OwnLoss):
+        refuse_label(label, kwargs)
+        return _own(loss_fn, kwargs)
     if loss_fn is not outputs_are_loss:
         over = loss_fn.for_batch(label) if isinstance(loss_fn, TokenMean) else None
 
@@ -102,7 +105,7 @@ def check_arguments(input_args: object, input_kwargs: object, loss_fn: object) -
         raise TypeError(f"input_args must be a tuple, but is a {type(input_args).__name__}; write (x,)")
     if input_kwargs is not None and not isinstance(input_kwargs, Mapping):
         raise TypeError(f"input_kwargs must be a dict, but is a {type(input_kwargs).__name__}; write {{'x': x}}")
-    if not callable(loss_fn):
+    if not callable(loss_fn) and not isinstance(loss_fn, OwnLoss):
         raise TypeError(f"loss_fn must be callable, but is a {type(loss_fn).__name__} instead")
 
 
