@@ -96,6 +96,26 @@ def test_losses_and_final_weights_are_those_of_a_plain_loop(batches: Any, device
         assert error < 1e-4, f"{name}: off by {error:.2g} of its norm"
 
 
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_norms_are_those_of_gradients_before_they_are_clipped(batches: Any, clip: float | None) -> None:
+    def norms(**given: Any) -> list[float | None]:
+        config = RoundPipeRunConfig(num_microbatch=2)
+        how = {"step_in_backward": given.get("step_in_backward", False), "optim_dtype": torch.float32}
+        with Runtime("cpu:2") as runtime:
+            model = wrap_model_to_roundpipe(causal_lm(), runtime=runtime, model_run_config=config, **how)
+            training = Training(model, InTurn(batches), settings(clip=clip, **given))
+            return [training.step(step)[0].grad_norm for step in (1, 2)]
+
+    first = causal_lm()
+    first(**batches[0]).loss.backward()
+    wanted = torch.nn.utils.get_total_norm([weight.grad for weight in first.parameters()]).item()
+
+    assert norms(sync=True)[0] == pytest.approx(wanted, rel=1e-4)
+    assert norms(sync=False) == [None, pytest.approx(wanted, rel=1e-4)]
+    if clip is None:
+        assert norms(step_in_backward=True) == [None, None]
+
+
 def test_steps_in_backward_have_the_bits_of_those_after_it(batches: Any) -> None:
     how: dict[str, Any] = {"dtype": torch.bfloat16, "master": "split"}
 

@@ -31,8 +31,9 @@ class TensorBoard:
 
     def step(self, figures: StepFigures) -> None:
         """Record one training step."""
-        for name in ("loss", "steps_late", "tokens_per_s", "learning_rate"):
-            self._add(f"training/{name}", getattr(figures, name), figures.step)
+        for name in ("loss", "steps_late", "tokens_per_s", "learning_rate", "grad_norm"):
+            if (value := getattr(figures, name)) is not None:
+                self._add(f"training/{name}", value, figures.step)
 
     def held_out(self, step: int, loss: float) -> None:
         """Record the held-out loss after step `step`."""

@@ -29,7 +29,8 @@ class StepFigures:
     """Measurements of one training step.
 
     `loss`: nats per token. `steps_late`: the number of steps by which this loss's weights lag the newest.
-    `tokens_per_s`: without padding. Device bytes: one number for each device.
+    `tokens_per_s`: without padding. `grad_norm`: of the gradients, before they are clipped; of those of the step
+    before, if steps are asynchronous; None if it is not known. Device bytes: one number for each device.
     """
 
     step: int
@@ -37,6 +38,7 @@ class StepFigures:
     steps_late: int
     tokens_per_s: float
     learning_rate: float
+    grad_norm: float | None
     host_bytes: int
     device_bytes: Sequence[int]
     device_peak_bytes: Sequence[int]
@@ -44,7 +46,15 @@ class StepFigures:
 
 
 def figures_of(
-    runtime: Runtime, *, step: int, loss: float, late: int, tokens: int, rate: float, seconds: float
+    runtime: Runtime,
+    *,
+    step: int,
+    loss: float,
+    late: int,
+    tokens: int,
+    rate: float,
+    norm: float | None,
+    seconds: float,
 ) -> StepFigures:
     """Return the figures of a step, with the memory in use now."""
     memory = runtime.memory()
@@ -54,6 +64,7 @@ def figures_of(
         steps_late=late,
         tokens_per_s=tokens / seconds,
         learning_rate=rate,
+        grad_norm=norm,
         host_bytes=resident_bytes(),
         device_bytes=[use.used_bytes for use in memory],
         device_peak_bytes=[use.peak_bytes for use in memory],

@@ -69,12 +69,19 @@ class Training:
         loss = self._backpropagate(self._batches.calls(step), during)
         late = self.model.weights_delay
         is_finite = math.isfinite(loss)
-        if is_finite:
-            launch(self.optimizer, self.settings, step)
+        norm = launch(self.optimizer, self.settings, step) if is_finite else None
         seconds = time.perf_counter() - began
         tokens = self._batches.tokens(step)
-        runtime = self.model.runtime
-        figures = figures_of(runtime, step=step, loss=loss, late=late, tokens=tokens, rate=rate, seconds=seconds)
+        figures = figures_of(
+            self.model.runtime,
+            step=step,
+            loss=loss,
+            late=late,
+            tokens=tokens,
+            rate=rate,
+            norm=norm,
+            seconds=seconds,
+        )
         return figures, is_finite
 
     def _backpropagate(self, calls: Sequence[Call], during: torch.optim.Optimizer | None) -> float:

@@ -35,16 +35,22 @@ def stepped(model: RoundPipe, settings: Settings) -> SteppedByEngine:
     return SteppedByEngine(model, optimizer, asynchronous=not settings.sync)
 
 
-def launch(optimizer: SteppedByEngine, settings: Settings, step: int) -> None:
+def launch(optimizer: SteppedByEngine, settings: Settings, step: int) -> float | None:
     """Launch the update of step number `step`; after a call that has stepped, do nothing.
+
+    Return the norm of the gradients before they are clipped; unless `sync`, of those of the step before. None if
+    it is not known: before there was a step, and if each layer is stepped in the call.
 
     The update raises `Diverged`, and changes no weight, if gradients are not finite, which is possible with a
     finite loss.
     """
     problem = f"the gradients must stay finite, but are not at step {step}; try a lower {settings.names.lr}"
+    norm = None
     if not settings.step_in_backward:
-        optimizer.clip_at_next_step(settings.clip or math.inf, error=Diverged(problem))
+        norm = optimizer.clip_at_next_step(settings.clip or math.inf, error=Diverged(problem))
     optimizer.step()
+    # With `sync` it is filled in by now.
+    return None if norm is None else norm.item()
 
 
 def set_rate(optimizer: SteppedByEngine, rate: float) -> None:
