@@ -411,3 +411,21 @@ def test_a_finished_run_is_extended_as_if_it_had_been_longer(
     assert "is finished" in capsys.readouterr().out
     assert main([*given, "--output", str(run), "--overwrite", "--steps", "1"]) == 0
     assert not (run / "model-after-step-4").exists()
+
+
+@pytest.mark.parametrize("given", [[], ["--lora-targets", "all-linear"]])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_run_from_before_adapters_had_options_goes_on(
+    kind: str, given: list[str], whole: dict[str, Path], inputs: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole[kind], run)
+    options = json.loads((run / "options.json").read_text())
+    for name in ("lora_parts", "lora_dropout", "dora", "rslora", "lora_bias", "modules_to_save"):
+        del options[name]
+    (run / "options.json").write_text(json.dumps(options))
+    # Without adapters there are no targets to name.
+    more = given if kind == "lora" else []
+
+    assert main([*inputs, *KINDS[kind], *more, "--output", str(run), "--resume"]) == 0
+    assert main([*inputs, *KINDS[kind], *more, "--output", str(run), "--resume", "--dora", "--lora", "2"]) == 2

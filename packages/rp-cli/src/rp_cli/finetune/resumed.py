@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rp_trainer.finetuning.files import earlier_options, has_run
 from rp_trainer.finetuning.settings import Names
 
 from rp_cli.finetune.options import FineTuning
+from rp_cli.options.adapters import ALL_LINEAR, USUAL_PARTS
 from rp_cli.options.declared import declared
 
 # The values in runs from before an option existed.
@@ -20,6 +22,11 @@ _EARLIER_DEFAULTS: dict[str, Any] = {
     "skip_bad_rows": False,
     "resize_embeddings": False,
     "data_weights": None,
+    "lora_parts": list(USUAL_PARTS),
+    "lora_dropout": 0.0,
+    "dora": False,
+    "rslora": False,
+    "lora_bias": "none",
 }
 # Options that an extended run may have others of.
 _LENGTHS = ("steps", "epochs")
@@ -68,7 +75,8 @@ def check_same(options: FineTuning, folder: Path, digest: str, steps: int = 0) -
     for name, value in options.jsonable().items():
         was = earlier.get(name, _EARLIER_DEFAULTS.get(name))
         option = options_of[name]
-        if not (name in free or option.is_free or option.kind.is_place) and was != value:
+        is_free = name in free or option.is_free or option.kind.is_place or _is_meant(name, value, earlier)
+        if not is_free and was != value:
             raise Refused(
                 f"--resume needs the same options, but {option.flag} was {_words(was)} and is "
                 f"{_words(value)}; set it as it was, or name another --output"
@@ -78,6 +86,12 @@ def check_same(options: FineTuning, folder: Path, digest: str, steps: int = 0) -
             "--resume needs the same data, but --data, --eval-data or the tokenizer make other tokens now; "
             "name another --output"
         )
+
+
+def _is_meant(name: str, value: Any, earlier: Mapping[str, Any]) -> bool:
+    """Return whether an earlier version, which had no parts, meant by no targets what is named now."""
+    is_earlier = "lora_parts" not in earlier and earlier.get(name) is None
+    return name == "lora_targets" and value == [ALL_LINEAR] and is_earlier
 
 
 def _words(value: Any) -> str:
