@@ -235,11 +235,11 @@ def test_what_does_not_fit_is_refused_before_a_file_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def real_machine(runtime: Runtime) -> Any:
+def real_machine(runtime: Runtime, *more: Any) -> Any:
     """The machine with its limit as it is now."""
     from rp_cli.estimate.hardware import measured
 
-    return measured(runtime)
+    return measured(runtime, *more)
 
 
 def test_a_loss_that_is_not_finite_ends_the_training_and_saves_nothing_of_it(
