@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from rp_trainer.errors import Refused
 
 from rp_cli import __version__
-from rp_cli.environment.options import EnvOptions
+from rp_cli.environment.options import BenchOptions, EnvOptions
 from rp_cli.estimate.options import PlanOptions, RecipesOptions
 from rp_cli.finetune.options import FineTuning, Preparation
 from rp_cli.options.config_file import schema
@@ -93,6 +93,14 @@ COMMANDS = {
         "complete the prompts of a file",
         "Complete each prompt of --prompts by the model of a run, a checkpoint, a folder or the hub, and write "
         "--output.",
+        joins=False,
+    ),
+    "bench": Command(
+        BenchOptions,
+        ("rp_cli.commands.bench", "bench"),
+        "measure this machine for two minutes at most; print a line that calibrates plan",
+        "Measure links and host memory, and train a small model for a minute at most. Prints one line, which "
+        "`roundpipe plan --calibration` takes, on any machine.",
         joins=False,
     ),
     "env": Command(

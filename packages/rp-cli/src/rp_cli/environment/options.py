@@ -1,4 +1,4 @@
-"""The options of `roundpipe env`."""
+"""The options of `roundpipe env` and `roundpipe bench`."""
 
 from __future__ import annotations
 
@@ -15,3 +15,10 @@ class EnvOptions:
 
     devices: str | None = option(shared.ON_DEVICES, DEVICES, shown="all GPUs, else cpu")
     json: bool = shared.json()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """The options of `roundpipe bench`. `devices`: None for this machine's."""
+
+    devices: str | None = option(shared.ON_DEVICES, DEVICES, shown="all GPUs, else cpu:2")

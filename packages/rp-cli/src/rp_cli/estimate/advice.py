@@ -17,7 +17,7 @@ from rp_cli.estimate.hardware import Machine, machine_of
 from rp_cli.estimate.meta.meta_model import check_positions, model_of, packing_of
 from rp_cli.estimate.network import ONE_MACHINE, Network
 from rp_cli.estimate.options import PlanOptions
-from rp_cli.estimate.workload import Training, Workload
+from rp_cli.estimate.workload import ADAPTERS_UTILISATION, UTILISATION, Training, Workload
 from rp_cli.options.adapters import USUAL_PARTS
 from rp_cli.telling.status import Say
 
@@ -282,5 +282,13 @@ def workload_of(options: PlanOptions) -> Workload:
     """Return the workload that the options describe. Raises `Refused` for a model that cannot be planned for."""
     model = model_of(options.model, Adapters.of(options), pack=options.pack)
     check_positions(model, options.sequence)
-    how = Training.of(options, utilisation=options.utilisation)
+    how = Training.of(options, utilisation=options.utilisation or _calibrated(options))
     return Workload.of(model, how, packing_of(options.model, options.pack))
+
+
+def _calibrated(options: PlanOptions) -> float | None:
+    """Return the utilisation that was measured with all weights; with adapters, less by as much as usual."""
+    if options.calibration is None:
+        return None
+    times = 1.0 if options.lora is None else ADAPTERS_UTILISATION / UTILISATION
+    return options.calibration.utilisation * times

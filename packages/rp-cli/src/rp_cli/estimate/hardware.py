@@ -16,6 +16,7 @@ from rp_sched import Host, Limits, Switch
 from rp_trainer.errors import Refused
 from rp_transfer import BackendUnavailable, Device, HostLimit
 
+from rp_cli.estimate.calibration import Calibration
 from rp_cli.estimate.cards import Card, card_named
 from rp_cli.estimate.options import PlanOptions
 
@@ -99,11 +100,7 @@ def machine_of(options: PlanOptions) -> Machine:
 
     Raises `Refused` if this machine is to be measured, but has no GPU.
     """
-    machine = (
-        _here(options.devices)
-        if options.card is None
-        else _described(options.card, options.devices or 1, options.ram_bytes)
-    )
+    machine = _machine(options)
     link = options.link_gb_s
     card = machine.card if link is None else replace(machine.card, link_gb_s=link)
     ram = None if options.ram_bytes is None else HostLimit("the given RAM", options.ram_bytes, options.ram_bytes)
@@ -114,6 +111,20 @@ def machine_of(options: PlanOptions) -> Machine:
         ram_gb_s=options.ram_gb_s or machine.ram_gb_s,
         switches=_switches(options.switches or (), card.link_gb_s) or machine.switches,
     )
+
+
+def _machine(options: PlanOptions) -> Machine:
+    if options.card is not None:
+        return _described(options.card, options.devices or 1, options.ram_bytes)
+    if options.calibration is not None:
+        return _calibrated(options.calibration, options.devices)
+    return _here(options.devices)
+
+
+def _calibrated(line: Calibration, devices: int | None) -> Machine:
+    card = Card(line.gpu, line.memory_bytes, line.link_gb_s, line.tflops)
+    ram = HostLimit("the calibrated machine's RAM", line.ram_bytes, line.ram_bytes)
+    return Machine(card, devices or line.devices, ram, line.ram_gb_s)
 
 
 def _described(card: Card, devices: int, ram_bytes: int | None) -> Machine:

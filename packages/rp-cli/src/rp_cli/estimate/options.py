@@ -9,6 +9,8 @@ from typing import NoReturn
 
 from rp_trainer.errors import Refused
 
+from rp_cli.estimate.calibration import Calibration
+from rp_cli.estimate.calibration import given as calibration_given
 from rp_cli.estimate.cards import CARDS, Card, card_named
 from rp_cli.estimate.network import Network
 from rp_cli.hub.names import model_named
@@ -63,6 +65,11 @@ def _card(flag: str, text: str) -> Card | None:
             f"{text!r}"
         )
     return card
+
+
+def _calibration(flag: str, text: str) -> Calibration:
+    with refusing(f"{flag} "):
+        return calibration_given(text)
 
 
 def _described(flag: str, text: str) -> Card:
@@ -153,6 +160,12 @@ class PlanOptions(AdapterOptions):
         Kind("GPU", _card),
         shown="this machine's, measured",
         name="gpu",
+    )
+    calibration: Calibration | None = option(
+        "the machine by a line that `roundpipe bench` printed there, or a file that has it",
+        Kind("LINE", _calibration),
+        shown="none",
+        excludes="card",
     )
     devices: int | None = option("GPUs", whole(1, MOST_DEVICES), Default(_devices, "1; measured: all"))
     ram_bytes: int | None = option(
