@@ -55,12 +55,15 @@ def test_a_row_generates_the_models_own_tokens(name: str, devices: str) -> None:
     if all(one is None for one in expected):
         pytest.skip("transformers itself cannot")
 
-    with Runtime(devices) as runtime:
+    def wrapped(runtime: Runtime) -> Any:
         config = RoundPipeRunConfig(num_microbatch=3)
-        wrapped = wrap_model_to_roundpipe(model, True, runtime=runtime, model_run_config=config)
+        return wrap_model_to_roundpipe(model, True, runtime=runtime, model_run_config=config)
+
+    with Runtime(devices) as runtime:
         if name in REFUSED:
             with pytest.raises((ValueError, NotImplementedError), match=REFUSED[name]):
-                tokens(wrapped, WAYS[0])
+                tokens(wrapped(runtime), WAYS[0])
             return
+        on_devices = wrapped(runtime)
         for options, one in zip(WAYS, expected, strict=True):
-            assert one is None or torch.equal(tokens(wrapped, options), one), options
+            assert one is None or torch.equal(tokens(on_devices, options), one), options
