@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from rp_cli.finetune.data.documents import Document
+from rp_trainer.finetuning.settings import learning_rate
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -169,3 +172,31 @@ def json_lines(path: Path, records: Sequence[Any]) -> Path:
 def lines(folder: Path) -> list[dict[str, Any]]:
     """The metrics of a run."""
     return [json.loads(line) for line in folder.joinpath("metrics.jsonl").read_text().splitlines()]
+
+
+def plain_loop(
+    model: nn.Module, steps: Iterable[Sequence[Document]], *, count: int, rate: float, decay: float, clip: float
+) -> list[float]:
+    """Train on every document alone, one after another; return the mean over all labels of each step."""
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    decayed = [one for name, one in trained.items() if one.ndim > 1 and "norm" not in name]
+    others = [one for name, one in trained.items() if not (one.ndim > 1 and "norm" not in name)]
+    groups = [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=(0.9, 0.95))
+    losses: list[float] = []
+    for step, documents in enumerate(steps, 1):
+        total = sum(document.labels for document in documents)
+        sums: list[float] = []
+        for document in documents:
+            tokens, labels = document.tensors()
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+            loss = nn.functional.cross_entropy(logits[:-1], labels[1:], reduction="sum") / total
+            loss.backward()
+            sums.append(loss.item())
+        losses.append(sum(sums))
+        torch.nn.utils.clip_grad_norm_(trained.values(), clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps=count, highest=rate, warm_up=1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses

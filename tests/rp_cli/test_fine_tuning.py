@@ -16,7 +16,6 @@ from rp_cli.finetune.data.documents import Document
 from rp_cli.finetune.data.rows.documents import read_samples
 from rp_cli.finetune.data.tokens import Reader
 from rp_cli.main import main
-from rp_trainer.finetuning.settings import learning_rate
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -70,7 +69,7 @@ def test_a_run_equals_a_plain_loop_over_documents_alone(
 
     plain = plain_model(folder, lora)
     steps = steps_of(folder, data, packing=packing, accumulation=accumulation)
-    losses = plain_loop(plain, steps)
+    losses = finetuning.plain_loop(plain, steps, count=STEPS, rate=RATE, decay=DECAY, clip=0.5)
 
     found = [line["loss"] for line in finetuning.lines(tmp_path / "run")]
     assert found == pytest.approx(losses, rel=1e-4)
@@ -102,32 +101,6 @@ def steps_of(folder: Path, data: Path, *, packing: bool, accumulation: int) -> I
     rows = BATCH * accumulation
     for step in range(STEPS):
         yield [document for row in range(step * rows, (step + 1) * rows) for document in sequences.at(row)]
-
-
-def plain_loop(model: nn.Module, steps: Iterator[list[Document]]) -> list[float]:
-    """Every document alone, one after another: the mean over all labels of a step."""
-    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    decayed = [one for name, one in trained.items() if one.ndim > 1 and "norm" not in name]
-    others = [one for name, one in trained.items() if not (one.ndim > 1 and "norm" not in name)]
-    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=(0.9, 0.95))
-    losses: list[float] = []
-    for step, documents in enumerate(steps, 1):
-        total = sum(document.labels for document in documents)
-        sums: list[float] = []
-        for document in documents:
-            tokens, labels = document.tensors()
-            logits = model(input_ids=tokens[None], use_cache=False).logits[0]
-            loss = nn.functional.cross_entropy(logits[:-1], labels[1:], reduction="sum") / total
-            loss.backward()
-            sums.append(loss.item())
-        losses.append(sum(sums))
-        torch.nn.utils.clip_grad_norm_(trained.values(), 0.5)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps=STEPS, highest=RATE, warm_up=1)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
 
 
 def test_a_routers_loss_counts_once_a_step_in_however_many_calls(tmp_path: Path) -> None:
