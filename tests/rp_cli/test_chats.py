@@ -63,7 +63,15 @@ def written(template: Any, chat: Chat, notes: Notes | None = None) -> str:
     return tokenizer.decode(ChatTemplate(tokenizer, notes=notes).tokens(chat))
 
 
-@pytest.mark.parametrize("template", [finetuning.CHATML, DEFAULT_SYSTEM + finetuning.CHATML])
+@pytest.mark.parametrize(
+    "template",
+    [
+        finetuning.CHATML,
+        DEFAULT_SYSTEM + finetuning.CHATML,
+        # It tells of the assistant's mark before it writes it.
+        DEFAULT_SYSTEM.replace("the cat", "<|im_start|>assistant\nthe cat") + finetuning.CHATML,
+    ],
+)
 @pytest.mark.parametrize("first", ["hello", "assistant", "<|im_start|>assistant\n", " ", "a", "b"])
 def test_what_the_template_writes_before_an_assistant_who_begins_is_not_learned(template: str, first: str) -> None:
     chat = Chat("a:1", [says("assistant", first), says("user", "yes"), says("assistant", "no")])

@@ -28,6 +28,7 @@ PLACE = Path(os.environ.get("ROUNDPIPE_REAL_CHATS", ""))
 MODEL, CHATS = PLACE / "model", PLACE / "chats.jsonl"
 pytestmark = [
     pytest.mark.nightly,
+    pytest.mark.timeout(1800),
     pytest.mark.usefixtures("measured_once"),
     pytest.mark.skipif(not CHATS.is_file(), reason="ROUNDPIPE_REAL_CHATS names no folder with a model and chats"),
 ]
@@ -84,7 +85,7 @@ def test_a_run_has_the_losses_of_a_plain_loop_and_goes_on(kind: str, few: Path, 
     steps = steps_of(few, only="--completions-only" in given, packing="--no-packing" not in given)
     plain = plain_model(KINDS[kind])
     losses = finetuning.plain_loop(plain, steps, count=STEPS, rate=RATE, decay=0.1, clip=0.5)
-    assert found == pytest.approx(losses, rel=1e-5)
+    assert found == pytest.approx(losses, rel=1e-4)
 
     # As if it had been killed after its second checkpoint.
     shutil.rmtree(run / "model")
