@@ -159,6 +159,7 @@ TARGETS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
         [r".*(q_proj|experts\.down_proj)"],
         {"target_modules": r".*q_proj", "target_parameters": ["mlp.experts.down_proj"]},
     ),
+    "a router by its name": ("qwen3-moe", ["gate", "q_proj"], {"target_modules": ["gate", "q_proj"]}),
     "names of earlier files": (
         "qwen3-moe",
         ["gate_proj", "up_proj", "v_proj"],
@@ -185,6 +186,8 @@ def test_targets_are_what_peft_takes(name: str) -> None:
 REFUSED: dict[str, tuple[str, list[str], str]] = {
     "a layer that is nowhere": ("qwen3", ["--lora-targets", "w_proj", "q_proj"], "no layers named w_proj; it has"),
     "an expression for nothing": ("qwen3", ["--lora-targets", ".*w_proj"], "--lora-targets: "),
+    "a block of layers": ("qwen3", ["--lora-targets", "mlp"], "not a layer, but has some: name down_proj, gate_p"),
+    "all experts": ("gpt-oss", ["--lora-targets", "q_proj", "experts"], "experts is not a layer, but has some: "),
     "half an expression": ("qwen3", ["--lora-targets", "(q_proj"], "is no regular expression"),
     "an expression among names": ("qwen3", ["--lora-targets", ".*q", "k_proj"], "but '.*q' is among others"),
     "all among names": ("qwen3", ["--lora-targets", "k_proj,all-linear"], "but 'all-linear' is among others"),

@@ -92,7 +92,23 @@ def _named(model: nn.Module, names: Sequence[str]) -> Targets:
             f"--lora-targets: a {type(model).__name__} has no layers named {', '.join(missing)}; it has "
             f"{_listed({_leaf(name) for own in parts_of(model).values() for name in own})}"
         )
+    _refuse_containers(model, in_modules)
     return Targets([*in_modules, *of_old], in_parameters, [])
+
+
+def _refuse_containers(model: nn.Module, names: Sequence[str]) -> None:
+    """Refuse names of modules that have adapters in them, but none of their own, as attention or all experts."""
+    every = [one for own in parts_of(model).values() for one in own]
+    for name in names:
+        inside = {_end(one) for one in every if f".{name}." in f".{one.rpartition('.')[0]}."}
+        # PEFT takes the names of some routers for those of their weights.
+        if inside and not _is_taken(model, name):
+            raise Refused(f"--lora-targets: {name} is not a layer, but has some: name {_listed(inside)}")
+
+
+def _end(name: str) -> str:
+    """Return the last part of a name, with the one before it if the last says nothing."""
+    return ".".join(name.split(".")[-2 if name.endswith(".weight") else -1 :])
 
 
 def _taken(model: nn.Module, names: Iterable[str]) -> list[str]:
