@@ -24,6 +24,7 @@ from rp_cli.finetune.data.rows.nulls import without_nulls
 from rp_cli.finetune.data.rows.tables import stored_rows
 from rp_cli.finetune.data.samples import Chat, Completion, Sample, Text
 from rp_cli.finetune.data.tokens import Reader
+from rp_trainer.errors import Refused
 
 # As templates of models that use tools.
 CALLS = (
@@ -137,6 +138,14 @@ def test_a_data_set_makes_the_tokens_of_its_file(form: str, tmp_path: Path) -> N
     ours, theirs = read_samples("--data", [path]), samples_of("--data", "org/name", table)
 
     assert documents(list(theirs)).all == documents(list(ours)).all
+
+
+def test_a_data_set_that_is_streamed_is_refused_by_name() -> None:
+    datasets: Any = pytest.importorskip("datasets")
+    streamed = datasets.Dataset.from_dict({"text": ["one"]}).to_iterable_dataset()
+
+    with pytest.raises(Refused, match="org/name must be a whole data set, but is a IterableDataset"):
+        next(samples_of("--data", "org/name", streamed))
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".csv.gz"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
+
+from rp_trainer.errors import Refused
 
 from rp_cli.finetune.data.notes import Notes
 from rp_cli.finetune.data.rows.files import (
@@ -69,7 +71,14 @@ def samples_of(
 
     >>> list(samples_of("--data", "org/name", [{"text": "one", "messages": None}]))
     [Text(place='org/name:1', text='one')]
+
+    Raises `Refused` for rows without a number, as a data set that is streamed has them.
     """
+    if not isinstance(rows, Sized):
+        raise Refused(
+            f"{option} {name} must be a whole data set, but is a {type(rows).__name__}: streamed data has neither "
+            "an order of its own, nor a held-out part, nor an end; load it without streaming"
+        )
     numbered = ((f"{name}:{number}", present(row)) for number, row in enumerate(rows, 1))
     return _converted(option, numbered, notes or Notes())
 
