@@ -188,6 +188,20 @@ def test_commands_that_cannot_be_followed_say_so(
     assert "not saved: " in out
 
 
+def test_a_template_without_an_end_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rp_cli.strangers.limited._LEAST_S", 3.0)
+    monkeypatch.setattr("rp_cli.strangers.limited._S_PER_BYTE", 0.0)
+    loop = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    model = make_model(tmp_path / "model", template="{{ messages[0]['role'] }}" + loop)
+    prompts = json_lines(tmp_path / "prompts.jsonl", CHATS)
+
+    assert generate(model, prompts, tmp_path / "said.jsonl") == 2
+
+    assert "the tokenizer, or its chat template," in capsys.readouterr().err
+
+
 REFUSALS = [
     (["nowhere"], "RUN must be a folder or a name on the hub such as Qwen/Qwen3-8B, but is 'nowhere'"),
     (["EMPTY"], "must hold a model (config.json), an adapter (adapter_config.json) or a run of `roundpipe train`"),

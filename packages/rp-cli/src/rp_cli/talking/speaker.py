@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +20,19 @@ from rp_cli.finetune.devices import chosen, opened
 from rp_cli.finetune.model import without_bars
 from rp_cli.hub.models import called
 from rp_cli.strangers.code import told
+from rp_cli.strangers.limited import Budget, limited
 from rp_cli.strangers.refusing import refusing, refusing_all
 from rp_cli.talking.options import TalkOptions
 from rp_cli.talking.sources import Source, source_of
 
 Message = Mapping[str, Any]
+# Letters of several kinds, many of each: some expressions of tokenizers take for ever on them.
+_PROBE = "".join(100 * letters for letters in ("a", " ", "\n", "1", ".", "aB ", "ä", "字", "!?"))
+_TURNS: list[Message] = [
+    {"role": ("user", "assistant")[turn % 2], "content": _PROBE if turn else "one"} for turn in range(3)
+]
+# What they may take, as if they were so much data.
+_TOKENIZER_BYTES, _BYTES_A_LETTER = 2**20, 2**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +58,7 @@ class Speaker:
                 "the tokenizer has no chat template, so conversations have no form; give a 'prompt' in place of "
                 "'messages', or a --tokenizer that has one"
             )
-        with refusing_all("the chat template refuses the conversation: ", told):
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return _rendered(self.tokenizer, messages)
 
     def complete(self, texts: Sequence[str], *, is_form: bool = False, streamer: Any = None) -> list[str]:
         """Complete texts together; return what follows each.
@@ -88,6 +95,26 @@ def speaking(options: TalkOptions) -> Generator[Speaker]:
 
 
 def _tokenizer(source: Source) -> Any:
+    """Load the tokenizer, once it and its template have shown in a limited process that they come to an end."""
+
+    def work(budget: Budget) -> Iterator[bytes]:
+        budget.allow(f"the tokenizer in {source.tokenizer}", _TOKENIZER_BYTES)
+        tokenizer = _loaded_tokenizer(source)
+        budget.allow("a conversation of some turns", len(_PROBE) * _BYTES_A_LETTER)
+        tokenizer(_rendered(tokenizer, _TURNS) if tokenizer.chat_template else _PROBE)
+        yield b""
+
+    for _ in limited("the tokenizer, or its chat template,", "take another one with --tokenizer", work):
+        pass
+    return _loaded_tokenizer(source)
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Message]) -> str:
+    with refusing_all("the chat template refuses the conversation: ", told):
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+
+
+def _loaded_tokenizer(source: Source) -> Any:
     from transformers import AutoTokenizer
 
     loader: Any = AutoTokenizer
