@@ -489,9 +489,24 @@ def test_row_equals_the_model_on_a_gpu(name):
 # What is refused
 
 
-def test_a_cache_is_refused():
-    with pytest.raises(ValueError, match="past_key_values must be None, but is a DynamicCache"):
+def test_a_cache_is_refused_where_gradients_are_wanted():
+    with pytest.raises(
+        ValueError, match="past_key_values must be None in a call with gradients, but is a Dynamic"
+    ):
         run(to_sequential(make_model()), make_tokens(), past_key_values=DynamicCache())
+
+
+def test_a_cache_is_written_by_the_layers_and_returned():
+    model, tokens = make_model().eval(), make_tokens()
+    caches = [DynamicCache(), DynamicCache()]
+    with torch.no_grad():
+        for part in (tokens[:, :7], tokens[:, 7:]):
+            found = run(to_sequential(model), part, past_key_values=caches[0], use_cache=True)
+            expected = model(input_ids=part, past_key_values=caches[1], use_cache=True)
+
+            torch.testing.assert_close(found.logits, expected.logits)
+            assert found.past_key_values is caches[0]
+    assert caches[0].get_seq_length() == tokens.shape[1]
 
 
 @pytest.mark.parametrize("inputs", [{}, {"input_ids": make_tokens(), "inputs_embeds": torch.zeros(3, 12, HIDDEN)}])
