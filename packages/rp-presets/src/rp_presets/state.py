@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 _MODULE = "transformers."
 
@@ -21,7 +20,8 @@ def is_state(leaf: object) -> bool:
     >>> is_state(DynamicCache()), is_state({})
     (True, False)
     """
-    return isinstance(leaf, Cache) or (type(leaf).__name__.endswith("Cache") and _is_of_transformers(leaf))
+    # By name: importing the package does not import transformers, and some families have caches of their own.
+    return any(kind.__name__.endswith("Cache") and _is_of_transformers(kind) for kind in type(leaf).__mro__)
 
 
 class Before:
@@ -53,8 +53,8 @@ def _snapshot(value: Any, memo: dict[int, Any]) -> Any:
 
 def _has_parts(value: object) -> bool:
     is_open = hasattr(value, "__dict__") and not isinstance(value, type | nn.Module)
-    return is_open and _is_of_transformers(value) and not hasattr(value, "to_dict")  # no configuration
+    return is_open and _is_of_transformers(type(value)) and not hasattr(value, "to_dict")  # no configuration
 
 
-def _is_of_transformers(value: object) -> bool:
-    return type(value).__module__.startswith(_MODULE)
+def _is_of_transformers(kind: type[object]) -> bool:
+    return kind.__module__.startswith(_MODULE)
