@@ -49,6 +49,24 @@ MIXTURES: dict[str, Callable[[], Any]] = {
 }
 
 
+# Older versions of transformers fail with a router's loss.
+SOMETIMES = ("GraniteMoe", "JetMoe")
+
+
+def plain_outputs(name: str) -> Any:
+    """Those of the model itself; skips the test where transformers has none."""
+    model = AutoModelForCausalLM.from_config(MIXTURES[name](), dtype=torch.float32)
+    try:
+        out = model(**rows(2, 0))
+        # None where an older version forgets it.
+        assert out.aux_loss > 0
+        return out
+    except (AttributeError, TypeError) as error:
+        if name not in SOMETIMES:
+            raise
+        pytest.skip(f"transformers {hf.__version__} cannot: {error}")
+
+
 def step(name: str, batches: list[dict[str, Any]], microbatches: int) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss of a step of all batches, and the gradients, each as a part of the step's change of a weight."""
     torch.manual_seed(0)
@@ -79,6 +97,7 @@ def rows(count: int, seed: int) -> dict[str, torch.Tensor]:
 def test_calls_that_are_added_up_equal_one_call_of_all(
     name: str, calls: int, batch: int, whole: bool, seed: int
 ) -> None:
+    plain_outputs(name)
     data, microbatches = rows(calls * batch, seed), 1 if whole else batch
     pieces = [each.split(batch) for each in data.values()]
     parts = [dict(zip(data, part, strict=True)) for part in zip(*pieces, strict=True)]
@@ -93,9 +112,6 @@ def test_calls_that_are_added_up_equal_one_call_of_all(
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_the_routers_loss_counts_in_these(name: str) -> None:
-    data = rows(2, 0)
-    model = AutoModelForCausalLM.from_config(MIXTURES[name](), dtype=torch.float32)
-
-    out = model(**data)
+    out = plain_outputs(name)
 
     assert COEFFICIENT * out.aux_loss > 0.1
