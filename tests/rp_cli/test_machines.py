@@ -98,7 +98,7 @@ def run(
 ) -> Ended:
     """Run a command of each rank; a signal may reach rank 1 in step `at`. `before`: code that runs first."""
     port = str(free_port())
-    state = pickle.dumps((machines.get("1"), at, number)).hex()
+    state = pickle.dumps((machines.get("1 torch.float32"), at, number)).hex()
     places = [
         {"RANK": str(rank), "WORLD_SIZE": str(len(commands)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         for rank in range(len(commands))

@@ -271,7 +271,7 @@ def test_300_kills_of_the_command_change_nothing(
     inputs: list[str], whole: dict[str, Path], machines: dict[str, Machine], tmp_path: Path
 ) -> None:
     assert whole["full"].is_dir()
-    machine = pickle.dumps(machines["1"]).hex()
+    machine = pickle.dumps(machines["1 torch.float32"]).hex()
     chance = random.Random(2)
     done, kills = 0, int(os.environ.get("ROUNDPIPE_KILLS", "300"))
     for number in count():
