@@ -162,6 +162,28 @@ def test_an_error_in_a_layer_is_raised_as_it_is(llama: LlamaForCausalLM, runtime
     assert torch.equal(generated(wrapped), generated(llama))
 
 
+def test_a_forward_that_fails_in_a_layer_does_not_run_again(llama: LlamaForCausalLM, runtime: Runtime) -> None:
+    model, runs = copy.deepcopy(llama), []
+
+    class Lacking(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if is_broken:
+                runs.append(len(x))
+                raise NotImplementedError("mine")
+            return x
+
+    is_broken = False
+    model.model.layers[1].mlp = Lacking()
+    wrapped = wrap_model_to_roundpipe(model, runtime=runtime)
+    is_broken = True
+
+    with pytest.raises(NotImplementedError, match="mine"):
+        generated(wrapped)
+
+    # The first layer has written the cache by then.
+    assert len(runs) == 1
+
+
 def test_a_forward_takes_a_cache(llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
     caches: list[Any] = [DynamicCache(config=llama.config), DynamicCache(config=llama.config)]
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -69,9 +70,9 @@ class Table(Sequence[Document]):
             raise IndexError(at)
         return self.document(at % len(self))
 
+    @abstractmethod
     def document(self, at: int) -> Document:
         """Return one document, which there must be."""
-        raise NotImplementedError
 
 
 class Listed(Table):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from typing import Any, cast
 
@@ -55,14 +55,28 @@ class _Forward:
             )
         if self._keeps_all:
             return self._forward(*args, **{**kwargs, "logits_to_keep": 0})
+        before = self._lengths(kwargs)
         try:
             return self._forward(*args, **kwargs)
         except NotImplementedError:
-            # It was refused before any layer ran, as by Gemma 4, whose last layers share keys.
-            if not kwargs.get("logits_to_keep"):
+            # As Gemma 4 is refused, whose last layers share keys. Only if no layer has run: another run would
+            # write the cache once more.
+            if not kwargs.get("logits_to_keep") or None in before or self._lengths(kwargs) != before:
                 raise
         self._keeps_all = True
         return self(*args, **kwargs)
+
+    def _lengths(self, kwargs: Mapping[str, Any]) -> list[int | None]:
+        """The number of tokens in each cache that is given; None if it does not tell."""
+        return [_length(kwargs[name]) for name in self._caches if kwargs.get(name) is not None]
+
+
+def _length(cache: Any) -> int | None:
+    try:
+        return int(cache.get_seq_length())
+    except (AttributeError, ValueError):
+        # Those of recurrent layers alone have none.
+        return None
 
 
 def _device_of(arguments: Any) -> torch.device:
