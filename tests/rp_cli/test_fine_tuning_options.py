@@ -203,8 +203,23 @@ def test_the_plan_is_told_before_the_first_step(
     places = [printed.index(words) for words in told]
     assert places == sorted(places)
     assert "random weights" not in printed
-    assert "1 step late), " in shown
+    assert shown.count("a loss is of weights 1 step older") == shown.count("memory in use") == 1
     assert "tokens/s" in shown
+
+
+def test_lines_of_a_report_tell_tokens_and_epochs_so_far(inputs: list[str], tmp_path: Path) -> None:
+    command = ["train", *inputs, "--output", str(tmp_path / "run"), *SETTINGS, "--save-every", "1"]
+    assert main([*command, "--steps", "2"]) == 0
+    assert main([*command, "--steps", "4", "--resume"]) == 0
+
+    lines = finetuning.lines(tmp_path / "run")
+
+    seen = 0
+    for line in lines:
+        seen += round(line["tokens_per_s"] * line["seconds"])
+        assert line["tokens"] == seen
+        assert line["epoch"] == pytest.approx(line["step"] * lines[0]["epoch"], rel=0.4)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
 
 
 def test_lines_of_a_report_tell_how_late_the_weights_of_a_loss_are(inputs: list[str], tmp_path: Path) -> None:

@@ -265,6 +265,12 @@ def test_what_is_kept_needs_a_folder(option: list[str], capsys: pytest.CaptureFi
     assert capsys.readouterr().err == f"roundpipe: {option[0]} needs --output, the folder to keep it in\n"
 
 
+def test_overwrite_needs_something_to_replace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--overwrite"]) == 2
+    assert "--overwrite needs --output or --profile" in capsys.readouterr().err
+    assert read(FineTuning, Given(overwrite=True, profile=str(tmp_path / "trace.json"))).overwrite
+
+
 def test_a_refusal_names_the_option_and_what_was_found() -> None:
     with pytest.raises(Refused, match=r"--lr must be a finite number above 0, but is 'nan'"):
         read(FineTuning, Given(lr="nan"))

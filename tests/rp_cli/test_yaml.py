@@ -108,6 +108,16 @@ def test_yaml_that_is_not_plain_is_refused_in_one_short_line_at_once(case: str, 
     assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < MOST_S
 
 
+def test_an_empty_list_is_no_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("data: []\n")
+
+    assert main(["train", "--config", str(path)]) == 2
+
+    assert capsys.readouterr().err.endswith("a.yaml: data must be at least one value, but is an empty list\n")
+    assert not jsonschema.Draft202012Validator(schema(capsys)).is_valid({"data": []})
+
+
 PLAIN = """
 num-microbatch: auto
 lr: 0.001

@@ -16,6 +16,7 @@ from rp_cli.options.config_file import with_config
 from rp_cli.options.declared import Given, declared, read
 from rp_cli.strangers.visible import visible_output
 from rp_cli.telling.streams import silence
+from rp_cli.telling.terminal import say
 
 FAILED = 1
 REFUSED = 2
@@ -106,7 +107,7 @@ def _complain(message: str, exit_code: int) -> int:
     one_line = " ".join(message.split())
     # Nobody may be there to read it; the status says the same.
     with suppress(OSError, ValueError):
-        print(f"roundpipe: {one_line}", file=sys.stderr, flush=True)
+        say(f"roundpipe: {one_line}", sys.stderr)
     if sys.stderr is not None:
         silence(sys.stderr)
     return exit_code

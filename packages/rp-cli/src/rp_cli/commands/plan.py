@@ -15,6 +15,7 @@ from rp_cli.estimate.options import PlanOptions
 from rp_cli.hub.models import CONFIGURATION, fetched
 from rp_cli.hub.names import model_named
 from rp_cli.telling.status import status
+from rp_cli.telling.terminal import say
 
 
 def plan(options: PlanOptions) -> None:
@@ -24,18 +25,18 @@ def plan(options: PlanOptions) -> None:
     """
     options = replace(options, model=_file(options.model))
     try_if_unusual(options.model)
-    with status() as say:
-        say("counting the model's operations ...")
+    with status() as working:
+        working("counting the model's operations ...")
         workload = workload_of(options)
-        say("describing the machine ...")
+        working("describing the machine ...")
         case = Case(
             workload, machine_of(options), options.batch, options.num_microbatch, options.network or ONE_MACHINE
         )
-        say("planning ...")
+        working("planning ...")
         answer = foretell(case)
-        found = changes(options, answer, say)
+        found = changes(options, answer, working)
     show = as_json if options.json else as_text
-    print(show(answer, found), flush=True)
+    (print if options.json else say)(show(answer, found))
 
 
 def _file(path: Path) -> Path:

@@ -20,12 +20,16 @@ _BOUNDS: Mapping[Bound, str] = {
     "link": "the links",
     "switch": "the switches that links share",
     "host memory": "host memory",
-    "GIL": "launching (the GIL)",
+    "GIL": "launching work, which Python does in one thread at a time",
     "additions": "additions of gradients on the host",
     "optimizer": "the optimizer",
     "network": "the network",
 }
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# What a step's work is, by its bound, where that needs another word.
+_WORK: Mapping[Bound, str] = {"GIL": "launching", "device": "devices", "link": "links"}
+# Kinds of host memory whose names need an explanation.
+_KINDS = {"second blocks": "second copies of weights, for the next step,"}
 # What JSON has of `Training`.
 _HOW = ("optimizer", "optimizer_state", "master", "step_in_backward")
 _MOST_STAGES = 16
@@ -229,7 +233,7 @@ def _wanted(answer: Foretold) -> int:
 def _host(answer: Foretold) -> Iterator[str]:
     whole = answer.forecast.whole
     shown = [(name, nbytes) for name, nbytes in whole.by_kind() if nbytes > _SMALL * whole.total]
-    kinds = ", ".join(f"{name} {_gb(nbytes)}" for name, nbytes in shown)
+    kinds = ", ".join(f"{_KINDS.get(name, name)} {_gb(nbytes)}" for name, nbytes in shown)
     each = " of each machine" if answer.case.machines > 1 else ""
     yield f"host memory{each}  {_gb(whole.total)}, and {_gb(answer.forecast.reserve_bytes)} kept free: {kinds}"
     if not answer.forecast.fits and not answer.case.workload.how.is_adapted:
@@ -279,7 +283,9 @@ def _run_summary(answer: Foretold, planned: Planned) -> Iterator[str]:
             f"{_seconds(planned.network_ms)}; all else takes {_seconds(planned.machine_ms)}"
         )
     busy = planned.busy_ms()
-    others = ", ".join(f"{name} {_seconds(ms)}" for name, ms in sorted(busy.items(), key=_by_time) if ms)
+    others = ", ".join(
+        f"{_WORK.get(name, name)} {_seconds(ms)}" for name, ms in sorted(busy.items(), key=_by_time) if ms
+    )
     yield f"bound by  {_BOUNDS[planned.bound_by]}; busy in a step: {others}"
 
 

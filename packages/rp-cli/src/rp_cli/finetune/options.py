@@ -232,6 +232,7 @@ class FineTuning(AdapterOptions):
         "how often an epoch has each of --data, such as 1 0.5 3", several(positive("WEIGHT")), shown="each once"
     )
     compile: bool = _tuning("compile the layers", FLAG, False, is_free=True)
+    quiet: bool = _tuning("print nothing but warnings and errors", FLAG, False, is_free=True)
     resume: bool = _tuning(
         "go on from the newest whole checkpoint in --output",
         FLAG,
@@ -246,6 +247,8 @@ class FineTuning(AdapterOptions):
         for flag, value in (("--data", self.data), ("--output", self.output)):
             if value is None and not self.is_small:
                 raise Refused(f"{flag} must be given with --model")
+        if self.overwrite and self.output is None and self.profile is None:
+            raise Refused("--overwrite needs --output or --profile, to tell what to replace")
         if self.resize_embeddings and self.pack is not None:
             raise Refused(
                 f"--resize-embeddings enlarges weights that --pack {self.pack} packs; use one of them, or add the "

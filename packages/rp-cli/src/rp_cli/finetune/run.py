@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, redirect_stdout
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from functools import partial
@@ -43,9 +44,10 @@ from rp_cli.finetune.options import FineTuning
 from rp_cli.finetune.places import check_places
 from rp_cli.finetune.resumed import CLOCK, check_same, clock_of, extended, is_extended
 from rp_cli.options.declared import declared
-from rp_cli.telling.console import Progress
+from rp_cli.telling.progress import Progress
 from rp_cli.telling.streams import telling
 from rp_cli.telling.tensorboard import TensorBoard, tensorboard_writer
+from rp_cli.telling.terminal import say
 
 _FLAGS = {name: one.flag for name, one in declared(FineTuning).items() if name in Names.__dataclass_fields__}
 NAMES = Names(**_FLAGS, folder="--output", same_call="the same command with")
@@ -79,6 +81,9 @@ def fine_tune(given: FineTuning, processes: Processes | None = None) -> None:
     with ExitStack() as stack:
         # What is printed meanwhile cannot end it.
         stack.enter_context(telling())
+        if given.quiet:
+            without_bars()
+            stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w", encoding="utf-8"))))
         processes.all(lambda: _check(given, processes))
         folder = stack.enter_context(_taken(given, processes))
         _fine_tune(given, processes, folder)
@@ -105,7 +110,7 @@ def _fine_tune(given: FineTuning, processes: Processes, folder: Folder | None) -
     options, tokenizer, data = processes.all(lambda: _inputs(given, clock))
     processes.same(_facts(options, data))
     if processes.lead(lambda: _is_finished(options, data)):
-        print(f"the run in {options.output} is finished; nothing is left to do", flush=True)
+        say(f"the run in {options.output} is finished; nothing is left to do")
         return
     if not processes.is_first:
         options = replace(options, profile=None, report=())
@@ -115,7 +120,7 @@ def _fine_tune(given: FineTuning, processes: Processes, folder: Folder | None) -
         count, plan = _planned(options, data, runtime, processes, tokens)
         # Last: they are large, and all else is known to be usable.
         processes.all(lambda: _fetch_weights(given, options))
-        print(f"{_beginning(given, options)}{_described(options, data)}\n{plan}", flush=True)
+        say(f"{_beginning(given, options)}{_described(options, data)}\n{plan}")
         outcome = _train(options, tokenizer, data, wrapped(options, runtime, count, tokens), processes, folder)
     _tell(outcome)
 
@@ -123,7 +128,7 @@ def _fine_tune(given: FineTuning, processes: Processes, folder: Folder | None) -
 def _tell(outcome: Outcome) -> None:
     """Print how far the held-out loss fell, unless an earlier run computed the first."""
     if 0 in outcome.held_out and outcome.steps in outcome.held_out:
-        print(f"held-out loss {outcome.held_out[0]:.2f} -> {outcome.held_out[outcome.steps]:.2f}", flush=True)
+        say(f"held-out loss {outcome.held_out[0]:.2f} -> {outcome.held_out[outcome.steps]:.2f}")
 
 
 def _inputs(given: FineTuning, clock: datetime) -> tuple[FineTuning, Any, Data]:
@@ -265,7 +270,7 @@ def _train(
     def reports(done: int) -> Iterator[Report]:
         if options.output is not None and "tensorboard" in options.report:
             yield TensorBoard(options.output / TENSORBOARD, after=done or None)
-        yield Progress(settings.steps, done=done, is_shown=processes.is_first)
+        yield Progress(settings.steps, done=done, is_shown=processes.is_first and not options.quiet)
 
     return train(
         model,

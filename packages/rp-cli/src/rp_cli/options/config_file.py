@@ -87,6 +87,8 @@ def _value(path: Path, option: Option, value: Value) -> Any:
     """Return the value as the command line would have it: text, a list of texts, or a bool for a flag."""
     must_be = f"--config {path}: {option.name.replace('_', '-')} must be"
     match option.kind.takes:
+        case "values" if value == []:
+            raise Refused(f"{must_be} at least one value, but is an empty list")
         case "values":
             return [_text(must_be, item) for item in (value if isinstance(value, list) else [value])]
         case "value":

@@ -58,7 +58,7 @@ def listed(
     metavar: str, read: Callable[[str, list[str]], Any], item: Schema = _TEXT, *, is_place: bool = False
 ) -> Kind:
     """One or more values that are read together."""
-    schema = {"anyOf": [item, {"type": "array", "items": item}]}
+    schema = {"anyOf": [item, {"type": "array", "items": item, "minItems": 1}]}
     return Kind(metavar, read, schema, "values", is_place)
 
 

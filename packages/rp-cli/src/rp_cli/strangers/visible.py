@@ -13,6 +13,8 @@ from typing import Any
 _INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 # Some scripts join letters by the last two.
 _KEPT = frozenset("\n\t\u200c\u200d")
+# Bold, too: plain red and green are hard to read on some grounds.
+_COLOURS = {"red": "1;31", "green": "1;32"}
 
 
 def visible(text: str) -> str:
@@ -48,6 +50,10 @@ class Visible:
         start, _, end = text.partition(inner) if inner else (text, "", "")
         self._stream.write(start + visible(inner) + end)
         return len(text)
+
+    def paint(self, text: str, colour: str) -> None:
+        """Write a text in red or green, on a terminal that has these."""
+        self._stream.write(f"\x1b[{_COLOURS[colour]}m{visible(text)}\x1b[0m")
 
     def writelines(self, lines: Iterable[str]) -> None:
         """Write texts."""

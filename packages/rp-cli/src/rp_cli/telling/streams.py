@@ -38,6 +38,13 @@ class Teller:
             self._tell(error)
             return len(text)
 
+    def paint(self, text: str, colour: str) -> None:
+        """Write in a colour, or drop the text. The stream must know how."""
+        try:
+            self._stream.paint(text, colour)
+        except _CANNOT as error:
+            self._tell(error)
+
     def flush(self) -> None:
         """Flush, or drop what is left."""
         try:

@@ -28,6 +28,10 @@ class Batches(Protocol):
         """Return the number of tokens of a step, without padding."""
         ...
 
+    def epoch(self, step: int) -> float:
+        """Return how often the data was trained on by the end of step number `step`."""
+        ...
+
 
 class InTurn:
     """Batches in the order of a list, again and again. `accumulation`: how many a step takes.
@@ -52,6 +56,10 @@ class InTurn:
     def tokens(self, step: int) -> int:
         """Return the number of labels of a step, learned or not, without those that an attention mask excludes."""
         return sum(int(call.get("attention_mask", call["labels"] >= IGNORED).sum()) for call in self.calls(step))
+
+    def epoch(self, step: int) -> float:
+        """Return how often the list was gone through by the end of a step."""
+        return step * self.accumulation / len(self._batches)
 
 
 def labels_in(batch: Mapping[str, Any], model: Any = None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from roundpipe import RoundPipe
@@ -13,6 +13,10 @@ from rp_trainer.rows import settings_for
 from rp_trainer.stopping import Interruption
 
 
+def _untold(done: int, batches: int) -> None:
+    del done, batches
+
+
 class Evaluation:
     """Held-out data. `batches`: the arguments of each call, with ``labels``."""
 
@@ -21,8 +25,16 @@ class Evaluation:
             raise ValueError("held-out data must have a batch, but has none; leave evaluation out")
         self._batches = batches
 
-    def loss(self, model: RoundPipe, interruption: Interruption, machines: int = 1) -> float | None:
+    def loss(
+        self,
+        model: RoundPipe,
+        interruption: Interruption,
+        machines: int = 1,
+        told: Callable[[int, int], None] = _untold,
+    ) -> float | None:
         """Return the mean loss over all labels, None after a signal. `machines`: how many share each call.
+
+        `told`: is called before each batch with how many are done, of how many.
 
         The devices compute the losses: a batch's logits would fill the host's memory.
         """
@@ -33,6 +45,7 @@ class Evaluation:
         for batch in (_for_each(batch, machines) for batch, _ in counted):
             if interruption.is_asked():
                 return None
+            told(len(losses), len(counted))
             # The last batch may have fewer sequences.
             settings = settings_for(model, batch)
             losses.append(model.loss(input_kwargs=batch, run_config=settings).item())

@@ -163,7 +163,7 @@ class _Loop:
 
     def _evaluate(self, step: int) -> float | None:
         """Return the held-out loss; None if nothing is evaluated, or after a signal, which ends it early."""
-        loss = self._training.held_out_loss(self._interruption)
+        loss = self._training.held_out_loss(self._interruption, self._reports.evaluating)
         if loss is not None:
             self._held_out[step] = loss
             self._reports.held_out(step, loss)

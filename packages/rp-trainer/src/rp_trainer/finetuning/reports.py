@@ -28,13 +28,16 @@ _LOG = logging.getLogger(__name__)
 class StepFigures:
     """Measurements of one training step.
 
-    `loss`: nats per token. `steps_late`: the number of steps by which this loss's weights lag the newest.
+    `loss`: nats per token. `tokens`: trained on so far, without padding; `epoch`: how often the data was, so far.
+    `steps_late`: the number of steps by which this loss's weights lag the newest.
     `tokens_per_s`: without padding. `grad_norm`: of the gradients, before they are clipped; of those of the step
     before, if steps are asynchronous; None if it is not known. Device bytes: one number for each device.
     """
 
     step: int
     loss: float
+    tokens: int
+    epoch: float
     steps_late: int
     tokens_per_s: float
     learning_rate: float
@@ -52,15 +55,19 @@ def figures_of(
     loss: float,
     late: int,
     tokens: int,
+    seen: int,
+    epoch: float,
     rate: float,
     norm: float | None,
     seconds: float,
 ) -> StepFigures:
-    """Return the figures of a step, with the memory in use now."""
+    """Return the figures of a step of `tokens`, up to which `seen` were; with the memory in use now."""
     memory = runtime.memory()
     return StepFigures(
         step=step,
         loss=loss,
+        tokens=seen,
+        epoch=epoch,
         steps_late=late,
         tokens_per_s=tokens / seconds,
         learning_rate=rate,
@@ -77,6 +84,10 @@ class Report(Protocol):
 
     def step(self, figures: StepFigures) -> None:
         """Record one training step. Raises `Unwritable`."""
+        ...
+
+    def evaluating(self, done: int, batches: int) -> None:
+        """Show that an evaluation is under way: so many of its batches are done."""
         ...
 
     def held_out(self, step: int, loss: float) -> None:
@@ -107,6 +118,11 @@ class Reports:
         for report in self._reports:
             with self._continuing(report):
                 report.step(figures)
+
+    def evaluating(self, done: int, batches: int) -> None:
+        """Show that an evaluation is under way."""
+        for report in self._reports:
+            report.evaluating(done, batches)
 
     def held_out(self, step: int, loss: float) -> None:
         """Record the held-out loss after step `step`."""
@@ -169,6 +185,9 @@ class Metrics:
     def step(self, figures: StepFigures) -> None:
         """Record one training step."""
         self._write(json.dumps(asdict(figures)) + "\n")
+
+    def evaluating(self, done: int, batches: int) -> None:
+        """Write nothing: the line comes with the loss."""
 
     def held_out(self, step: int, loss: float) -> None:
         """Record the held-out loss after step `step`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ class Training:
             raise Refused(f"{settings.names.accumulation} must be 1 with step_in_backward: each call is a step")
         self.model, self.settings, self.processes = model, settings, processes
         self._batches, self._evaluation = batches, evaluation
+        # The tokens up to the end of a step.
+        self._seen = (0, 0)
         self.optimizer = stepped(model, settings)
         # Whether an evaluation is due: before the first step, or after a signal has ended one.
         self.owes_evaluation = True
@@ -71,18 +73,28 @@ class Training:
         is_finite = math.isfinite(loss)
         norm = launch(self.optimizer, self.settings, step) if is_finite else None
         seconds = time.perf_counter() - began
-        tokens = self._batches.tokens(step)
+        tokens, seen = self._tokens(step)
         figures = figures_of(
             self.model.runtime,
             step=step,
             loss=loss,
             late=late,
             tokens=tokens,
+            seen=seen,
+            epoch=self._batches.epoch(step),
             rate=rate,
             norm=norm,
             seconds=seconds,
         )
         return figures, is_finite
+
+    def _tokens(self, step: int) -> tuple[int, int]:
+        """Return the number of tokens of a step, and of all steps up to it."""
+        last, seen = self._seen
+        # Those of an earlier process are counted once, when a run goes on.
+        counts = [self._batches.tokens(number) for number in range(last + 1, step + 1)]
+        self._seen = step, seen + sum(counts)
+        return counts[-1], self._seen[1]
 
     def _backpropagate(self, calls: Sequence[Call], during: torch.optim.Optimizer | None) -> float:
         """Run the calls; return the mean loss over the labels of all, with calls weighted by their labels.
@@ -103,11 +115,12 @@ class Training:
         """Return whether any label of a step counts; the mean over none is not a number."""
         return any(labels_in(call, self.model) for call in self._batches.calls(step))
 
-    def held_out_loss(self, interruption: Interruption) -> float | None:
+    def held_out_loss(self, interruption: Interruption, told: Callable[[int, int], None]) -> float | None:
         """Return the mean loss over all held-out labels, after all updates; None if nothing is evaluated.
 
         It does not change the random numbers that training draws afterwards. A signal ends it after the current
-        call; the result is then None, and checkpoints record that it is still due.
+        call; the result is then None, and checkpoints record that it is still due. `told`: is called before each
+        batch with how many are done, of how many.
         """
         self.owes_evaluation = self._evaluation is not None
         if self._evaluation is None:
@@ -117,7 +130,7 @@ class Training:
         try:
             # Calls draw no seed in evaluation mode, but a layer may draw all the same.
             with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
-                loss = self._evaluation.loss(self.model, interruption, self.processes.size)
+                loss = self._evaluation.loss(self.model, interruption, self.processes.size, told)
         finally:
             self.model.train()
         self.owes_evaluation = loss is None

@@ -59,6 +59,15 @@ class Sequences:
             self._add_epoch()
         return self._starts[count]
 
+    def epochs(self, rows: int) -> float:
+        """Return how many epochs the first so many rows are."""
+        while self._starts[-1] < rows:
+            self._add_epoch()
+        whole = bisect_right(self._starts, rows) - 1
+        if self._starts[whole] == rows:
+            return float(whole)
+        return whole + (rows - self._starts[whole]) / (self._starts[whole + 1] - self._starts[whole])
+
     def _add_epoch(self) -> None:
         rows = self.in_epoch if self._is_even else len(self._row_cache(len(self._starts) - 1))
         self._starts.append(self._starts[-1] + rows)
@@ -153,6 +162,10 @@ class Steps:
     def in_epochs(self, epochs: int) -> int:
         """Return the number of steps in `epochs` epochs."""
         return -(-self._sequences.in_epochs(epochs) // self.rows)
+
+    def epoch(self, step: int) -> float:
+        """Return how often the data was trained on by the end of step number `step`."""
+        return self._sequences.epochs(step * self.rows)
 
     def calls(self, step: int) -> list[dict[str, Tensor]]:
         """Return the batches of step number `step`, counted from 1."""
