@@ -168,7 +168,7 @@ WRONG = {
     "an unknown schedule": (["--schedule", "linear"], "must be one of cosine, constant"),
     "a save every moment": (["--save-every", "1s"], "minutes such as 15min"),
     "a warm-up of a step and a half": (["--warm-up", "1.5"], "a number of steps, or a part"),
-    "an unknown report": (["--report", "wandb"], "must be one of jsonl, tensorboard"),
+    "an unknown report": (["--report", "csv"], "must be one of jsonl, tensorboard, wandb, trackio, mlflow"),
     "others' files": (["--output", "theirs"], "has other files in it"),
     "others' files to overwrite": (["--output", "theirs", "--overwrite"], "has other files in it"),
     "a model that would be overwritten": (
@@ -251,6 +251,9 @@ def test_what_cannot_be_used_is_refused_in_one_line(name: str, capsys: pytest.Ca
     [
         ("peft", ["--lora", "2"]),
         ("torch.utils.tensorboard", ["--report", "tensorboard"]),
+        ("wandb", ["--report", "jsonl", "wandb"]),
+        ("trackio", ["--report", "trackio"]),
+        ("mlflow", ["--report", "mlflow"]),
         ("datasets", ["--data", "table.parquet"]),
     ],
 )

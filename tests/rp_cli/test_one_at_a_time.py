@@ -11,13 +11,10 @@ import finetuning
 import pytest
 from programs import COMMAND_LINE, ended
 from rp_cli.main import main
-from rp_cli.telling import tensorboard
-from rp_cli.telling.console import log_printed
-from rp_cli.telling.tensorboard import TensorBoard
 from rp_trainer.errors import Refused, Unwritable
 from rp_trainer.finetuning import files as output
 from rp_trainer.finetuning import kept
-from rp_trainer.finetuning.reports import Metrics, Reports
+from rp_trainer.finetuning.reports import Metrics
 
 pytestmark = pytest.mark.usefixtures("measured_once")
 
@@ -148,37 +145,6 @@ def test_lines_that_found_no_room_are_written_when_there_is_some(tmp_path: Path)
     metrics.held_out(3, 1.0)
     metrics.close()
     assert [line["step"] for line in finetuning.lines(tmp_path)] == [0, 1, 2, 3]
-
-
-class FullForAWhile:
-    """A writer for TensorBoard, on a disk that is full at first."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        self.added: list[int | None] = [None]
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        del name, value
-        self.added.append(step)
-        if len(self.added) == 2:
-            raise OSError("No space left on device")
-
-    def close(self) -> None:
-        pass
-
-
-def test_what_tensorboard_lost_is_told_at_once_and_again_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(tensorboard, "tensorboard_writer", lambda: FullForAWhile)
-
-    def run() -> None:
-        with log_printed(), Reports(TensorBoard(tmp_path)) as opened:
-            for step in range(3):
-                opened.held_out(step, 1.0)
-
-    with pytest.raises(Unwritable, match="No space left"):
-        run()
-    assert capsys.readouterr().err.count("the training continues\n") == 1
 
 
 def test_lines_are_gone_on_with_behind_those_of_the_checkpoint(tmp_path: Path) -> None:

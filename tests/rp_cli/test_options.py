@@ -265,6 +265,18 @@ def test_what_is_kept_needs_a_folder(option: list[str], capsys: pytest.CaptureFi
     assert capsys.readouterr().err == f"roundpipe: {option[0]} needs --output, the folder to keep it in\n"
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--early-stopping", "3"], "--early-stopping needs --eval-every, to tell when to evaluate"),
+        (["--early-stopping-threshold", "0.1"], "--early-stopping-threshold needs --early-stopping, the number"),
+    ],
+)
+def test_early_stopping_needs_evaluations(given: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *given]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_overwrite_needs_something_to_replace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--overwrite"]) == 2
     assert "--overwrite needs --output or --profile" in capsys.readouterr().err

@@ -156,7 +156,7 @@ def test_the_schema_has_what_a_file_may_have(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    "line", ["batchsize: 2", "batch: 0", "batch: x", "lr: -1", "schedule: cosin", "sync: 1", "report: [wandb]"]
+    "line", ["batchsize: 2", "batch: 0", "batch: x", "lr: -1", "schedule: cosin", "sync: 1", "report: [csv]"]
 )
 def test_the_schema_refuses_what_the_command_refuses(
     line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

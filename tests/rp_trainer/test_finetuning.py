@@ -99,6 +99,53 @@ def test_a_program_that_was_stopped_goes_on_to_the_same_end(
     assert model == (tmp_path / "whole" / "model" / "model.safetensors").read_bytes()
 
 
+def stopping(**given: Any) -> Settings:
+    """A loss that does not fall, since the rate is far too high after the first steps."""
+    return Settings(steps=20, lr=0.5, schedule="constant", warm_up=1, eval_every=1, save_every=1, **given)
+
+
+def test_a_training_ends_early_where_the_held_out_loss_does_not_fall(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "rp_trainer")
+
+    outcome = in_folder(tmp_path, stopping(early_stopping=3))
+
+    losses = list(outcome.held_out.values())
+    lowest = min(outcome.held_out, key=outcome.held_out.__getitem__)
+    assert outcome.steps == lowest + 3 == max(outcome.held_out) < 20
+    assert min(losses) == losses[-4]
+    (told,) = [message for message in caplog.messages if "ends early" in message]
+    assert f"the lowest, {min(losses):.4f}, was after step {lowest}, " in told
+    assert ("is kept in" in told) == (lowest > 0)
+    assert (tmp_path / "model").is_dir()
+
+
+def test_a_loss_that_falls_by_less_than_the_threshold_does_not_count(model: RoundPipe) -> None:
+    how = replace(SETTINGS, eval_every=1, early_stopping=2, early_stopping_threshold=100.0)
+
+    assert fine_tune(model, InTurn(ROWS), how, evaluation=Evaluation(ROWS)).steps == 2
+
+
+def test_a_run_that_goes_on_remembers_how_long_the_loss_has_not_fallen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = in_folder(tmp_path / "whole", stopping(early_stopping=3))
+    step = Training.step
+
+    def stopped(training: Training, now: int) -> Any:
+        if now == whole.steps - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(training, now)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "step", stopped)
+        with pytest.raises(Interrupted):
+            in_folder(tmp_path / "stopped", stopping(early_stopping=3))
+
+    assert in_folder(tmp_path / "stopped", stopping(early_stopping=3)).steps == whole.steps
+
+
 def test_several_calls_a_step_sum_up_to_one(model: RoundPipe) -> None:
     whole = [{name: torch.cat([row[name] for row in ROWS]) for name in ROWS[0]}]
 

@@ -37,7 +37,7 @@ _DTYPE = one_of(
     hints={"float16": "; float16 needs scaled losses, which this command does not have: use bfloat16"},
 )
 _SEED = whole(0, 2**63 - 1, bounds="from 0 to 2**63 - 1")
-_REPORTS = several(one_of(("jsonl", "tensorboard"), "KIND"))
+_REPORTS = several(one_of(("jsonl", "tensorboard", "wandb", "trackio", "mlflow"), "KIND"))
 _NEEDS_OUTPUT = ("output", ", the folder to keep it in")
 
 
@@ -210,6 +210,20 @@ class FineTuning(AdapterOptions):
     eval_every: int | None = _tuning(
         "steps between evaluations", _STEPS, shown="before the first and after the last step"
     )
+    early_stopping: int | None = _tuning(
+        "evaluations in a row without a lower held-out loss, after which the training ends",
+        _STEPS,
+        shown="never",
+        needs=("eval_every", ", to tell when to evaluate"),
+        is_free=True,
+    )
+    early_stopping_threshold: float = _tuning(
+        "by how much a loss must be lower to count",
+        number(0, math.inf, "LOSS"),
+        "0",
+        needs=("early_stopping", ", the number of evaluations"),
+        is_free=True,
+    )
     save_every: Every = _tuning(
         "steps, or minutes such as 15min, between checkpoints", _EVERY, "15min", needs=_NEEDS_OUTPUT, is_free=True
     )
@@ -218,7 +232,12 @@ class FineTuning(AdapterOptions):
     )
     eval_data: tuple[Path, ...] | None = _tuning("data to evaluate on", several(path()), excludes="held_out")
     report: tuple[str, ...] = _tuning(
-        "jsonl, tensorboard, or both", _REPORTS, ["jsonl"], shown="jsonl", needs=_NEEDS_OUTPUT, is_free=True
+        "of jsonl, tensorboard, wandb, trackio and mlflow, one or more",
+        _REPORTS,
+        ["jsonl"],
+        shown="jsonl",
+        needs=_NEEDS_OUTPUT,
+        is_free=True,
     )
     packing: bool = _tuning("one document in a sequence, instead of as many as fit", OFF, False, name="no_packing")
     completions_only: bool = _tuning(

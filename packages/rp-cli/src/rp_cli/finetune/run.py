@@ -13,7 +13,7 @@ from typing import Any
 from roundpipe import RoundPipe, Runtime
 from rp_trainer.finetuning import Evaluation, InFolder, Outcome, Report, taken
 from rp_trainer.finetuning import fine_tune as train
-from rp_trainer.finetuning.files import MODEL, TENSORBOARD, check_profile, has_run
+from rp_trainer.finetuning.files import MODEL, check_profile, has_run
 from rp_trainer.finetuning.folder import Folder
 from rp_trainer.finetuning.kept import checkpoint_microbatches
 from rp_trainer.finetuning.settings import Names, Settings
@@ -46,8 +46,8 @@ from rp_cli.finetune.resumed import CLOCK, check_same, clock_of, extended, is_ex
 from rp_cli.options.declared import declared
 from rp_cli.telling.progress import Progress
 from rp_cli.telling.streams import telling
-from rp_cli.telling.tensorboard import TensorBoard, tensorboard_writer
 from rp_cli.telling.terminal import say
+from rp_cli.telling.trackers import Tracked, check_trackers
 
 _FLAGS = {name: one.flag for name, one in declared(FineTuning).items() if name in Names.__dataclass_fields__}
 NAMES = Names(**_FLAGS, folder="--output", same_call="the same command with")
@@ -181,8 +181,7 @@ def _is_finished(options: FineTuning, data: Data) -> bool:
 def _check_installed(options: FineTuning) -> None:
     if options.lora is not None:
         check_installed()
-    if "tensorboard" in options.report:
-        tensorboard_writer()
+    check_trackers(options.report)
 
 
 # Data
@@ -268,8 +267,9 @@ def _train(
         return InFolder(folder, partial(save_model, model, tokenizer), options=facts)
 
     def reports(done: int) -> Iterator[Report]:
-        if options.output is not None and "tensorboard" in options.report:
-            yield TensorBoard(options.output / TENSORBOARD, after=done or None)
+        if options.output is not None:
+            for kind in sorted({*options.report} - {"jsonl"}):
+                yield Tracked(kind, options.output, options.jsonable(), after=done or None)
         yield Progress(settings.steps, done=done, is_shown=processes.is_first and not options.quiet)
 
     return train(

@@ -24,8 +24,12 @@ METRICS = "metrics.jsonl"
 MODEL = "model"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
+REPORT = "report.html"
+# What trackers call the run, and what they keep in its folder.
+TRACKERS = "trackers.json"
+_TRACKED = ("wandb", "mlflow.db")
 # The options are last, since they identify a run's folder.
-ALL_RESULTS = (MODEL, CHECKPOINTS, TENSORBOARD, METRICS, OPTIONS)
+ALL_RESULTS = (MODEL, CHECKPOINTS, TENSORBOARD, REPORT, *_TRACKED, TRACKERS, METRICS, OPTIONS)
 _LOCK = ".lock"
 # The descriptors of the locks that this process has.
 _LOCKS: set[int] = set()

@@ -66,6 +66,11 @@ class Nothing:
     def save_if_due(self, step: int, loss: float | None, *, is_saved: bool = False) -> None:
         """Save a checkpoint if it is time. `is_saved`: the step has a checkpoint, but without a loss."""
 
+    def best(self, step: int) -> str:
+        """Return where the weights of an earlier step are."""
+        del step
+        return "is not kept"
+
     def stop(self, done: int) -> str:
         """Save what is needed to go on after an interruption; return what to tell of it."""
         return "nothing is kept" if done else "nothing is lost"
@@ -168,6 +173,7 @@ class InFolder:
         self._training.optimizer.follow()
         self._saved_step, self._lowest = loaded.step, loaded.data["lowest_loss"]
         self._training.owes_evaluation = loaded.data.get("owes_evaluation", False)
+        self._training.patience.load(loaded.data.get("patience"))
         return loaded.step
 
     def reports(self, after: int | None) -> Sequence[Report]:
@@ -216,7 +222,12 @@ class InFolder:
         self._processes.lead(self._check_folder)
         training = self._training
         count = training.model.model_run_config.num_microbatch
-        data = {"num_microbatch": count, "lowest_loss": self._lowest, "owes_evaluation": training.owes_evaluation}
+        data = {
+            "num_microbatch": count,
+            "lowest_loss": self._lowest,
+            "owes_evaluation": training.owes_evaluation,
+            "patience": training.patience.state(),
+        }
         self.manager.save(training.model, training.optimizer.exposed(), step=step, data=data, metric=loss)
         self._saved_step = step
 
@@ -228,6 +239,13 @@ class InFolder:
         self.manager.folder = (self._folder.folder / CHECKPOINTS).absolute()
 
     # At the end
+
+    def best(self, step: int) -> str:
+        """Return where the weights of an earlier step are."""
+        with suppress(*_UNSAVED):
+            self.manager.wait()
+        kept = [path for path in self.manager.checkpoints() if checkpoint_step(path) == step]
+        return f"is kept in {kept[0]}" if kept else "has no checkpoint"
 
     def stop(self, done: int) -> str:
         """Save a checkpoint, and return how to go on. Raises `Unwritable`."""

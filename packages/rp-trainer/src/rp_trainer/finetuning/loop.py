@@ -101,6 +101,8 @@ class _Loop:
         done, unwritten = self._profiled(done)
         if begun < done == steps:
             self._evaluate(done)
+        if self._is_over(done):
+            self._tell_of_the_end(done)
         self._kept.moved()
         if self._interruption.is_asked():
             raise Interrupted(self._stopped(done), self._interruption.number) from unwritten
@@ -138,12 +140,14 @@ class _Loop:
         steps = self._settings.steps
         with ShortCollections() as collections:
             for step in range(done + 1, steps + 1):
-                if self._interruption.is_asked():
+                if self._interruption.is_asked() or self._is_over(step - 1):
                     return step - 1
                 self._step(step)
                 loss = self._evaluate(step) if self._is_due(step) else None
                 if step < steps and not self._training.owes_evaluation:
                     self._kept.save_if_due(step, loss)
+                if self._is_over(step):
+                    return step
                 collections.note_step()
         return steps
 
@@ -157,6 +161,25 @@ class _Loop:
         if not is_finite:
             raise self._diverged(f"the loss must stay finite, but is {figures.loss} at step {step}", step - 1)
 
+    def _is_over(self, step: int) -> bool:
+        """Return whether the training ends early, since the held-out loss does not fall any more."""
+        return step < self._settings.steps and self._training.patience.is_over
+
+    def _tell_of_the_end(self, done: int) -> None:
+        patience = self._training.patience
+        assert patience.lowest is not None
+        step, loss = patience.lowest
+        _LOG.info(
+            "ends early, after step %d of %d: in %d evaluations the held-out loss has not fallen; the lowest, "
+            "%.4f, was after step %d, which %s",
+            done,
+            self._settings.steps,
+            patience.count,
+            loss,
+            step,
+            self._kept.best(step),
+        )
+
     def _is_due(self, step: int) -> bool:
         every = self._settings.eval_every
         return step < self._settings.steps and every is not None and step % every == 0
@@ -166,6 +189,7 @@ class _Loop:
         loss = self._training.held_out_loss(self._interruption, self._reports.evaluating)
         if loss is not None:
             self._held_out[step] = loss
+            self._training.patience.note(step, loss)
             self._reports.held_out(step, loss)
             _LOG.info("held-out loss after step %d: %.4f", step, loss)
             if not math.isfinite(loss):

@@ -46,7 +46,9 @@ class Settings:
     `optimizer_state`: ``"fp32"``, ``"bf16"`` or ``"8bit"``; `betas`: None for the optimizer's own. `clip`: the
     largest norm of the gradients; 0: any. `sync`: wait for each optimizer step. `step_in_backward`: as the model
     was wrapped; needs ``clip=0`` and one call a step. `eval_every`: steps between evaluations, beside those
-    before the first step and after the last. `save_every`, `save_minutes`: steps or minutes between checkpoints.
+    before the first step and after the last. `early_stopping`: end after so many evaluations in a row
+    whose loss is not lower than the lowest by more than `early_stopping_threshold`. `save_every`, `save_minutes`:
+    steps or minutes between checkpoints.
     `keep`: how many checkpoints are kept, beside the best. `profile`: a file for a trace. `metrics`: write them,
     where anything is kept.
 
@@ -69,6 +71,8 @@ class Settings:
     step_in_backward: bool = False
     seed: int = 0
     eval_every: int | None = None
+    early_stopping: int | None = None
+    early_stopping_threshold: float = 0.0
     save_every: int | None = None
     save_minutes: float | None = 15.0
     keep: int = 3
@@ -81,9 +85,9 @@ class Settings:
         refuse_unknown("schedule", self.schedule, SCHEDULES)
         for name in ("steps", "keep"):
             _check(name, getattr(self, name), "a whole number of at least 1", _is_count)
-        for name in ("eval_every", "save_every"):
+        for name in ("eval_every", "early_stopping", "save_every"):
             _check(name, getattr(self, name), "None or a whole number of at least 1", _is_count_if_given)
-        for name in ("lr", "weight_decay", "clip"):
+        for name in ("lr", "weight_decay", "clip", "early_stopping_threshold"):
             _check(name, getattr(self, name), "a number of at least 0", lambda value: 0 <= value < math.inf)
         _check("warm_up", self.warm_up, "a whole number of steps, or a part of them below 1", _is_warm_up)
         if self.step_in_backward and self.clip:

@@ -13,6 +13,7 @@ from roundpipe import OwnLoss, RoundPipe
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning.batches import Batches, Call, labels_in
 from rp_trainer.finetuning.evaluation import Evaluation
+from rp_trainer.finetuning.patience import Patience
 from rp_trainer.finetuning.reports import StepFigures, figures_of
 from rp_trainer.finetuning.settings import Settings
 from rp_trainer.finetuning.updates import launch, set_rate, stepped
@@ -45,6 +46,7 @@ class Training:
             raise Refused(f"{settings.names.accumulation} must be 1 with step_in_backward: each call is a step")
         self.model, self.settings, self.processes = model, settings, processes
         self._batches, self._evaluation = batches, evaluation
+        self.patience = Patience(settings.early_stopping, settings.early_stopping_threshold)
         # The tokens up to the end of a step.
         self._seen = (0, 0)
         self.optimizer = stepped(model, settings)
