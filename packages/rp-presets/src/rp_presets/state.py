@@ -6,6 +6,7 @@ example its length, so all runs but the first are given a snapshot.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -25,29 +26,32 @@ def is_state(leaf: object) -> bool:
 
 
 class Before:
-    """A leaf of the arguments that travel to the row's end: a cache, and its snapshot from before the layers."""
+    """A leaf of the arguments that travel to the row's end: a cache, and its snapshot from before the layers.
 
-    def __init__(self, state: Any) -> None:
+    `stand_in`: makes of a tensor one that has its shape, but takes no memory.
+    """
+
+    def __init__(self, state: Any, stand_in: Callable[[Tensor], Tensor]) -> None:
         self.state = state
-        self.snapshot = _snapshot(state, {})
+        self.snapshot = _snapshot(state, stand_in, {})
 
 
-def _snapshot(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy of a cache that shares its keys and values. Lengths are copied, also those in tensors."""
+def _snapshot(value: Any, stand_in: Callable[[Tensor], Tensor], memo: dict[int, Any]) -> Any:
+    """A copy of a cache that has the shapes of its keys and values. Lengths are copied, also those in tensors."""
     if isinstance(value, Tensor):
-        # Layers replace keys and values, or write them in place beyond the length.
-        return value.clone() if value.numel() == 1 else value
+        # Held until the call's end, keys and values that layers replace would take twice their memory.
+        return value.clone() if value.numel() == 1 else stand_in(value)
     if isinstance(value, list | tuple):
-        return type(value)(_snapshot(item, memo) for item in value)  # pyright: ignore
+        return type(value)(_snapshot(item, stand_in, memo) for item in value)  # pyright: ignore
     if isinstance(value, dict):
-        return {key: _snapshot(item, memo) for key, item in value.items()}  # pyright: ignore
+        return {key: _snapshot(item, stand_in, memo) for key, item in value.items()}  # pyright: ignore
     if not _has_parts(value):
         return value
     if id(value) not in memo:
         held = cast("dict[str, Any]", vars(value))
         copied: object = object.__new__(type(cast("object", value)))
         memo[id(value)] = copied
-        vars(copied).update({name: _snapshot(item, memo) for name, item in held.items()})
+        vars(copied).update({name: _snapshot(item, stand_in, memo) for name, item in held.items()})
     return memo[id(value)]
 
 

@@ -198,13 +198,14 @@ class RoundPipe(RoundPipeBase):
         device = self.runtime.lanes[0].device.torch_device
         config = RoundPipeRunConfig(output_device=device, num_microbatch=1)
         forward = partial(self, roundpipe_run_config=config)
+        before = self._under_way
         self._own("_under_way", "generate")
         try:
             # Each token has keys of another length, which layers would be compiled for anew.
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"), self._engine.keeping_weights():
                 return generated(model, forward, device, self._cache_arguments, args, kwargs)
         finally:
-            self._own("_under_way", None)
+            self._own("_under_way", before)
 
     @untraced
     def forward_backward(

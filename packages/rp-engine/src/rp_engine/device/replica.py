@@ -81,6 +81,8 @@ class Twins:
         self._layers = layers
         self._modules: dict[int, torch.nn.Module] = {}
         self._tensors: dict[int, torch.Tensor] = {}
+        # Where the tensors of each block are.
+        self._memory: dict[Block, torch.Tensor] = {}
         self._flags: dict[int, tuple[bool, ...]] = {}
         self._parts: dict[int, list[_Part]] = {}
         # Each twin's modules in the order of the host layer's ``modules()``, so that `check` needs no walk; and
@@ -112,6 +114,9 @@ class Twins:
             for index in indices:
                 if index not in self._modules or index in self._spoilt:
                     self._modules[index] = self._built(self._layers[index])
+                    for block in self._layers[index].blocks:
+                        # Some of the tensors are new.
+                        self._memory.pop(block, None)
                     self._note_parts(index)
                     self._flags.pop(index, None)
                     self._spoilt.discard(index)
@@ -213,6 +218,9 @@ class Twins:
 
     def bind(self, block: Block, memory: torch.Tensor) -> None:
         """Point the twins' tensors of this block at device memory: (numel,)."""
+        if self._memory.get(block) is memory:
+            return
+        self._memory[block] = memory
         for tensor, view in zip(block.tensors, block.layout.views(memory), strict=True):
             self._tensors[id(tensor)].data = view
 
@@ -226,6 +234,7 @@ class Twins:
 
     def release(self, block: Block) -> None:
         """Point the block's device tensors at empty memory, so that the block may be freed."""
+        self._memory.pop(block, None)
         dtype = block.layout.dtype
         if dtype not in self._nothing:
             self._nothing[dtype] = _nothing(dtype, self._device)
@@ -235,6 +244,11 @@ class Twins:
             twin.grad = None
         # Expanded weights may belong to this block.
         self.expansions.forget()
+
+    def release_from(self, block: Block, memory: torch.Tensor) -> None:
+        """Release a block if its tensors are in this memory, and not in that of another call."""
+        if self._memory.get(block) is memory:
+            self.release(block)
 
     def _built(self, layer: LayerState) -> torch.nn.Module:
         twin = self._copy(layer)

@@ -12,6 +12,7 @@ from rp_optim.jobs import Outcome, wait_for_all
 from rp_transfer import Event, Ticket
 
 from rp_engine.device.memory.graph_store import FixedBlock
+from rp_engine.device.memory.kept_weights import Kept, NoneKept
 from rp_engine.device.replica import Twins, attach, detach
 from rp_engine.device.transfers import Delivery, bring, save
 from rp_engine.runtime.lane import Lane
@@ -35,7 +36,8 @@ class OnDevice:
     """What the tasks of a run on one device share: its lane, and the layers' copies there.
 
     `frozen`: the ids of parameters whose gradients are dropped. `may_outlive`: the model may be gone before the
-    device has read its blocks, which are then kept until it has.
+    device has read its blocks, which are then kept until it has. `kept`: the blocks that stay there from call to
+    call; `call` and `version`: the call's number, and the version of the weights that it reads.
     """
 
     lane: Lane
@@ -43,6 +45,9 @@ class OnDevice:
     tracer: Tracer
     frozen: frozenset[int] = frozenset()
     may_outlive: bool = False
+    kept: Kept = NoneKept()  # noqa: RUF009 - it has no state
+    call: int = 0
+    version: int = 0
 
 
 @dataclass(slots=True)
@@ -109,6 +114,7 @@ class Weights:
 
     def prefetch(self) -> None:
         """Queue uploads, in order, of the blocks whose turn is open; stop at the first that is not."""
+        self._find()
         for block, ticket in self.turns.items():
             if block not in self._arriving:
                 if not ticket.open():
@@ -117,13 +123,25 @@ class Weights:
 
     def upload(self) -> None:
         """Queue uploads of the remaining blocks; the porter waits for their turns."""
+        self._find()
         for block, ticket in self.turns.items():
             if block not in self._arriving:
                 self._send_for(block, ticket)
+        self.on.kept.start()
+
+    def _find(self) -> None:
+        """Take the blocks that are on the device from a call before."""
+        self.on.kept.begin(self.on.call, self.on.version)
+        for block, ticket in self.turns.items():
+            if block not in self._arriving and (found := self.on.kept.find(block)) is not None:
+                self._arriving[block] = found
+                if not ticket.writes:
+                    ticket.leave()
 
     def _send_for(self, block: Block, ticket: Ticket) -> None:
         stream = self._lane.inbox.stream
         memory = self._device.empty((block.layout.numel,), block.layout.dtype, stream=stream)
+        self.on.kept.bring(block.nbytes)
         arriving = self._lane.inbox.submit(
             bring, self._lane.inbox, block, memory, ticket, self._times, self._tracer, self.saved.get(block)
         )
@@ -139,11 +157,12 @@ class Weights:
                 self._move_to_fixed(block)
                 continue
             memory, arriving = self._arriving[block]
-            with self._waiting(block):
-                self._device.compute.wait(arriving.result())
-            self._device.compute.touch(
-                read=(memory,), write=(memory,) if block.kind == "buffer" else (), what="weights"
-            )
+            if not self.on.kept.is_ready(block, memory):
+                with self._waiting(block):
+                    self._device.compute.wait(arriving.result())
+                self._device.compute.touch(
+                    read=(memory,), write=(memory,) if block.kind == "buffer" else (), what="weights"
+                )
             self._point_at(block, self._in_fixed(block, memory))
             if block.kind == "trainable" and training:
                 self._trained.append(block)
@@ -257,6 +276,7 @@ class Weights:
     def note_written(self, block: Block) -> None:
         """Mark a buffer block as written: `return_buffers` downloads it at the end of the task."""
         self._written.add(block)
+        self.on.kept.forget(block)
 
     @property
     def has_written(self) -> bool:
@@ -358,6 +378,13 @@ class Weights:
         return written
 
     # The end
+
+    def end(self, num_layers: int) -> None:
+        """After a task of so many layers, free all device memory but that of blocks that stay for later calls."""
+        arrived = {block: self._arriving[block] for block in self._bound if block not in self._written}
+        for block in self.on.kept.keep(arrived, num_layers, self._twins.release_from):
+            del self._bound[block], self._arriving[block]
+        self.release()
 
     def release(self) -> None:
         """Free all device memory once the compute stream has passed this point."""

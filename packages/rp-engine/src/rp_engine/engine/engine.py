@@ -13,6 +13,7 @@ from rp_sched import LayerCost, Mode, Plan
 from torch import nn
 
 from rp_engine.device.compiling import options_of
+from rp_engine.device.memory.kept_weights import Kept, NoneKept, keeping
 from rp_engine.device.packet import Packet
 from rp_engine.device.whole_process.forward_mode import take_turns_in_levels
 from rp_engine.engine.runs import Runs, warn_of_shortages
@@ -60,6 +61,7 @@ class Engine:
         self._runtime = runtime
         self.is_compiled = compile_options is not None
         self._runs = Runs(name, modules, runtime, options or HostOptions(), compile_options)
+        self._kept: tuple[Kept, ...] = (NoneKept(),) * len(runtime.lanes)
         self.host = self._runs.host
         self.planner = self._runs.planner
 
@@ -251,6 +253,19 @@ class Engine:
         launch = partial(self._aside, Batch.of(parts, arrivals, wants_grad=False), config, Aside(view))
         return [packet.tree() for packet in self._runtime.launch(launch)]
 
+    @contextmanager
+    def keeping_weights(self) -> Generator[None]:
+        """Let weights stay on their device from one `forward_with_state` to the next, as far as they find room.
+
+        What those calls and their caller leave on the device comes first.
+        """
+        before = self._kept
+        with keeping(self._runtime, self.host.state.layers) as self._kept:
+            try:
+                yield
+            finally:
+                self._kept = before
+
     def forward_with_state(self, arguments: Any, arrivals: Arrivals, config: RoundPipeRunConfig) -> Any:
         """Return the output of a forward without gradients, whose layers write state that the arguments hold.
 
@@ -258,12 +273,19 @@ class Engine:
         in it is where they find it in the next call.
         """
         batch = Batch.of(rp_batch.Parts([arguments]), arrivals, wants_grad=False)
-        return self._runtime.launch(partial(self._aside, batch, config, Aside(holds_state=True)))[0].tree()
+        aside = Aside(holds_state=True, kept=self._kept)
+        return self._runtime.launch(partial(self._aside, batch, config, aside))[0].tree()
 
     def _aside(self, batch: Batch, config: RoundPipeRunConfig, aside: Aside) -> list[Packet]:
         with in_call("forward" if aside.holds_state else "trial", self._name):
             self.host.get_ready(training=False)
-            return self._runs.start_aside(batch, config, aside).outputs(wait=True)
+            run = self._runs.start_aside(batch, config, aside)
+            outputs = run.outputs(wait=True)
+            if aside.holds_state:
+                # The next call's tasks depend on the weights that stay. And nobody holds the state for this one.
+                run.wait()
+                self.host.raise_late_errors()
+            return outputs
 
     def forward_backward(
         self,

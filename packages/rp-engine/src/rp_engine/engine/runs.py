@@ -84,8 +84,10 @@ class Runs:
 
     def start_aside(self, batch: Batch, config: RoundPipeRunConfig, aside: Aside) -> Run:
         """Start the run of an inference call from which no plan learns."""
-        planned = self.planner.tasks_on_one_device if aside.holds_state else self.planner.tasks_aside
-        tasks = planned(config, batch.size)
+        if aside.holds_state:
+            tasks = self.planner.tasks_on_one_device(batch.size, aside.kept[0])
+        else:
+            tasks = self.planner.tasks_aside(config, batch.size)
         self._admit("infer", tasks, batch, keeps_outputs=aside.view is None)
         call = replace(self._call("infer", batch, config, None, keep=True, numbers=None), aside=aside)
         run = self._followed(call, tasks, batch)

@@ -12,6 +12,7 @@ import torch
 from rp_sched import Mode, Task
 
 from rp_engine.context import stepping_in_backward
+from rp_engine.device.memory.kept_weights import Kept, NoneKept
 from rp_engine.device.packet import Packet
 from rp_engine.device.randomness import Randomness
 from rp_engine.execution.losses import LossesSeen
@@ -20,6 +21,7 @@ from rp_engine.settings.run_config import Grain, Launch
 from rp_engine.state.model_state import ModelState
 
 _NUMBERS = itertools.count()
+_NONE_KEPT = NoneKept()
 LossFn = Callable[[Any, Any], torch.Tensor | Sequence[torch.Tensor]]
 View = Callable[[Any], Any]
 
@@ -88,11 +90,13 @@ class Aside:
 
     `view`: makes of the model's output, on its device, what leaves that instead; None: the output leaves it.
     `holds_state`: its arguments hold state that layers write, such as a key-value cache, whose tensors stay on the
-    device: it runs there as one microbatch, and no layer runs twice.
+    device: it runs there as one microbatch, and no layer runs twice. `kept`: for each device, the weights that
+    stay there from call to call; empty: none do.
     """
 
     view: View | None = None
     holds_state: bool = False
+    kept: tuple[Kept, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,10 @@ class Call:
     def holds_state(self) -> bool:
         """See `Aside`."""
         return self.aside is not None and self.aside.holds_state
+
+    def kept(self, device: int) -> Kept:
+        """Return the weights that stay on a device from call to call."""
+        return self.aside.kept[device] if self.aside is not None and self.aside.kept else _NONE_KEPT
 
     @property
     def num_layers(self) -> int:

@@ -212,7 +212,16 @@ class Run:
         lane, twins = self._runtime.lanes[task.device], self._twins[task.device]
         with taking_tickets() as take:
             turns, gradient_turns = self._turns.of_task(task, take)
-            on = OnDevice(lane, twins, self._tracer, self._frozen, may_outlive=not self.call.waits)
+            on = OnDevice(
+                lane,
+                twins,
+                self._tracer,
+                self._frozen,
+                may_outlive=not self.call.waits,
+                kept=self.call.kept(task.device),
+                call=self.call.number,
+                version=self.call.state.version,
+            )
             weights = Weights(on, turns, gradient_turns, spare_bytes=self.call.spare_bytes, times=times)
             place = Workplace(self.call, lane, self._runtime.backend, twins, self, self._tracer)
             slots = TaskSlots(self.call, self._exchange)

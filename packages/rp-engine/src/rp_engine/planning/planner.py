@@ -15,6 +15,7 @@ from rp_packing import packed_weights
 from rp_sched import LayerCost, Limits, Mode, Plan, Task, TaskKind
 
 from rp_engine.device.memory.call_size import CallSize
+from rp_engine.device.memory.kept_weights import Kept, NoneKept
 from rp_engine.planning.adaptive import PlanInUse
 from rp_engine.planning.call_log import CallLog
 from rp_engine.planning.footprint import Footprint, resident_bytes
@@ -47,6 +48,7 @@ _STAGE_SHARE = 0.25
 _SEARCH_MS = 500.0
 # The number of measured launches to remember: as many as may be in flight, and some that failed.
 _LAUNCHES = 8
+_NONE_KEPT = NoneKept()
 
 
 class Planner:
@@ -188,14 +190,18 @@ class Planner:
         self._predict("infer", size, tasks)
         return tasks
 
-    def tasks_on_one_device(self, config: RoundPipeRunConfig, size: CallSize) -> tuple[Task, ...]:
+    def tasks_on_one_device(self, size: CallSize, kept: Kept) -> tuple[Task, ...]:
         """Return the tasks of an inference call whose layers all run on the first device, where their state is.
 
-        Each runs as many layers as leave room for the next one's weights beside it, and for that state.
+        `kept`: the weights that are there. Tasks that bring many others leave room for those of the next task, and
+        for the state.
         """
-        del config
-        most = self.pricing.usable_bytes * _STAGE_SHARE if self._sees_memory else math.inf
-        stages = _stages_within(most, [cost.weight_bytes for cost in self._guesses(size.rows)])
+        sizes = [_bytes_to_bring(layer, kept) for layer in self._state.layers]
+        most = self.pricing.usable_bytes if self._sees_memory else math.inf
+        total = sum(_bytes_to_bring(layer, _NONE_KEPT) for layer in self._state.layers)
+        if sum(sizes) < total or total > most / 2:
+            most = most * _STAGE_SHARE if kept.stage_bytes is None else kept.stage_bytes
+        stages = _stages_within(most, sizes)
         tasks = tuple(Task(TaskKind.FORWARD, layers, range(1), 0) for layers in stages)
         self._predict("infer", size, tasks)
         return tasks
@@ -398,6 +404,12 @@ def _from(lowest: int, task: Task) -> Task:
 
 def _may_write(layer: LayerState) -> bool:
     return any(block.kind == "buffer" and not block.is_read_only for block in layer.blocks)
+
+
+def _bytes_to_bring(layer: LayerState, kept: Kept) -> int:
+    # A block that several layers share is there once.
+    own = [block for block in layer.blocks if max(block.users) == layer.index]
+    return sum(block.nbytes for block in own if not kept.holds(block))
 
 
 def _guessed_cost(layer: LayerState, kept_bytes: int) -> LayerCost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
 from typing import Protocol
@@ -46,6 +47,8 @@ class Lane:
     def __init__(self, backend: Backend, device: Device, num_threads: int) -> None:
         self.device = device
         self.retainer = Retainer()
+        # Each frees memory that calls do without, on this lane's thread.
+        self.reserves: list[Callable[[], None]] = []
         self.inbox = Porter(backend, device, device.weights_in, num_threads, _FILLED_BYTES)
         self.outbox = Porter(backend, device, device.gradients_out, num_threads, _ADDED_BYTES)
         self._waiting: deque[Job] = deque()
@@ -73,6 +76,10 @@ class Lane:
     def _forget(self, job: Job) -> None:
         with suppress(ValueError):
             self._waiting.remove(job)
+
+    def do(self, body: Callable[[], None]) -> Outcome[None]:
+        """Queue a body after the jobs."""
+        return self._worker.submit(body)
 
     def settle(self) -> None:
         """Wait for all jobs and release the memory retained for them."""
@@ -106,6 +113,8 @@ class Lane:
         """Free all device memory but that of the running job, once what uses it is over; it takes its time."""
         if (job := self._next()) is not None:
             job.withdraw()
+        for free in list(self.reserves):
+            free()
         self.outbox.wait_for_room(0)
         self.settle_device()
         self.device.release_unused()

@@ -26,6 +26,11 @@ class Spec:
         """Return a tensor's shape and dtype; return other leaves unchanged."""
         return cls(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
+    @classmethod
+    def shaped_like(cls, tensor: Tensor) -> Tensor:
+        """Return a stand-in for a tensor, on its device, that takes no memory."""
+        return cls(torch.Size(), tensor.dtype).stand_in(tensor.device).expand(tensor.shape)
+
     def stand_in(self, device: torch.device) -> Tensor:
         """Return a `StandIn` of this shape and dtype, filled with NaN or zeros."""
         floating = self.dtype.is_floating_point or self.dtype.is_complex

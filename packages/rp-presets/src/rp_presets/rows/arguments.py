@@ -97,7 +97,9 @@ def _shape_if_large(leaf: Any) -> Any:
 def _with_snapshots(arguments: Any) -> Any:
     """Replace each cache in some arguments by a `Before`. One that is there twice stays one."""
     made: dict[int, Before] = {}
-    return _replaced(arguments, is_state, lambda state: made.setdefault(id(state), Before(state)))
+    return _replaced(
+        arguments, is_state, lambda state: made.setdefault(id(state), Before(state, Spec.shaped_like))
+    )
 
 
 def snapshots_in(arguments: Any) -> Any:

@@ -14,7 +14,7 @@ from rp_presets.rows.arguments import asks_for_more, snapshots_in, states_in, tr
 from rp_presets.rows.carry import Carry
 from rp_presets.rows.layer import SharesConfigs
 from rp_presets.rows.layout import RowLayout
-from rp_presets.rows.session import Reached, Run
+from rp_presets.rows.session import Reached, Run, ending
 from rp_presets.rows.skeleton import in_session, skeleton
 from rp_presets.rows.trees import leaves
 
@@ -53,7 +53,7 @@ class Glue(SharesConfigs):
     def ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Carry | None, travelling: Any) -> Carry:
         """Run up to and including the calls of this stage's layers; return the carry for the first of them."""
         run = self.run(args, kwargs, _device((args, kwargs, before)), before)
-        with in_session(run), run.truths:
+        with in_session(run), run.truths, ending(run):
             try:
                 held = self.model(*args, **kwargs)
             except (Reached, Exception) as error:
@@ -110,7 +110,7 @@ class Epilogue(Glue):
         device = _device(carry)
         args, kwargs = standing_in(snapshots_in(carry.arguments), device)
         run = self.run(args, kwargs, device, carry)
-        with in_session(run), run.truths:
+        with in_session(run), run.truths, ending(run):
             output = run.with_handed(self.model(*args, **kwargs))
             run.check()
         if any(isinstance(leaf, Absent | StandIn) for leaf in leaves(output)):

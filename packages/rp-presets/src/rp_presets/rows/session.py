@@ -9,7 +9,8 @@ stage, the run stops.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -154,6 +155,10 @@ class Run:
         if self._refusal is not None:
             raise self._refusal
 
+    def end(self) -> None:
+        """Let go of all it has seen: its recorder refers to it, and circles wait for the garbage collector."""
+        del self._recorder, self._before, self._parts, self._past, self._boxes, self._layer_inputs
+
     def with_handed(self, output: Any) -> Any:
         """Replace tensors of the output that were computed again by those that the first layers really got.
 
@@ -293,6 +298,15 @@ class Run:
         refusal = NotARow(segments[min(self._phase, len(segments) - 1)].path, reason)
         self._refusal = self._refusal or refusal
         raise refusal
+
+
+@contextmanager
+def ending(run: Run) -> Generator[None]:
+    """End a run with the context."""
+    try:
+        yield
+    finally:
+        run.end()
 
 
 class Gone:

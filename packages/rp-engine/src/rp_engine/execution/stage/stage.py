@@ -92,7 +92,7 @@ class Stage:
             self._weights.return_buffers()
             if self._task.adds_gradients:
                 self._graph.send_rest()
-            self._weights.release()
+            self._weights.end(len(self._task.layers))
 
     def _body(self) -> Callable[[int], None]:
         match self._task.kind:

@@ -1,0 +1,340 @@
+"""Weights that stay on a device from call to call while nothing writes them, as far as its memory allows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from rp_optim.jobs import Outcome
+from rp_transfer import Device, Event, MemoryUse, Retainer
+
+from rp_engine.runtime.lane import Lane
+from rp_engine.runtime.launcher import wait_until
+from rp_engine.runtime.runtime import Runtime
+from rp_engine.state.block import Block
+from rp_engine.state.layers import LayerState
+
+# What kernels take beside torch's allocator, and what its holes waste, is not seen.
+_USABLE = 0.92
+# A task that brings weights brings this share of it at most.
+_STAGE_SHARE = 1 / 32
+# Weights are there of the task that runs, of the next one, and of two that the device has not passed yet.
+_IN_FLIGHT = 4
+
+Arriving = tuple[torch.Tensor, Outcome[Event]]
+
+
+class Kept(Protocol):
+    """The weights on one device that a task finds there, and those of its own that stay. For the device's thread.
+
+    `stage_bytes`: what one task should bring at most if not all weights stay; None: it does not matter.
+    """
+
+    stage_bytes: int | None
+
+    def begin(self, call: int, version: int) -> None:
+        """Begin a call, if it has not begun. `call`: its number. `version`: of the weights that it reads."""
+        ...
+
+    def bring(self, nbytes: int) -> None:
+        """Note that a task brings so many bytes."""
+        ...
+
+    def start(self) -> None:
+        """Begin a task that has brought its weights."""
+        ...
+
+    def find(self, block: Block) -> Arriving | None:
+        """Return a block's memory, (numel,), and the event after which it is readable; None if it is not there."""
+        ...
+
+    def is_ready(self, block: Block, memory: torch.Tensor) -> bool:
+        """Whether the compute stream has waited for a block that is in this memory."""
+        ...
+
+    def holds(self, block: Block) -> bool:
+        """Whether a block is there. On any thread while no task runs."""
+        ...
+
+    def forget(self, block: Block) -> None:
+        """Let the task that has written a block of buffers free it."""
+        ...
+
+    def keep(
+        self, arrived: Mapping[Block, Arriving], num_layers: int, release: Callable[[Block, torch.Tensor], None]
+    ) -> Set[Block]:
+        """Choose which blocks of a task that is over stay; return these. The others are the task's to free.
+
+        `num_layers`: how many layers it ran. `release`: points the layers' tensors elsewhere if they are in this
+        memory.
+        """
+        ...
+
+
+class NoneKept:
+    """What an ordinary call has of `Kept`: each task frees its weights."""
+
+    stage_bytes: int | None = None
+
+    def begin(self, call: int, version: int) -> None:
+        """Do nothing."""
+
+    def bring(self, nbytes: int) -> None:
+        """Do nothing."""
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def find(self, block: Block) -> None:
+        """Return None."""
+
+    def is_ready(self, block: Block, memory: torch.Tensor) -> bool:
+        """Return False."""
+        del block, memory
+        return False
+
+    def holds(self, block: Block) -> bool:
+        """Return False."""
+        del block
+        return False
+
+    def forget(self, block: Block) -> None:
+        """Do nothing."""
+
+    def keep(
+        self, arrived: Mapping[Block, Arriving], num_layers: int, release: Callable[[Block, torch.Tensor], None]
+    ) -> Set[Block]:
+        """Keep nothing."""
+        del arrived, num_layers, release
+        return frozenset()
+
+
+@dataclass(slots=True)
+class _Place:
+    memory: torch.Tensor
+    arrived: Outcome[Event]
+    release: Callable[[Block, torch.Tensor], None]
+
+
+class KeptWeights:
+    """Keeps what fits beside everything else on the device, the first layers' weights before the last ones'.
+
+    So the later ones are on their way while the first ones run. What else there is comes first: state that layers
+    write, such as keys and values, what they work in, and the caller's own work between the calls. All of it
+    is measured, call by call, and weights leave before it needs their memory.
+
+    `usable_bytes`: of the device. `sizes`: bytes of the weights of each layer that it runs. `stage_bytes`: what a
+    task brings at most, or a single layer.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        retainer: Retainer,
+        usable_bytes: int,
+        sizes: Sequence[int],
+        stage_bytes: int,
+    ) -> None:
+        self.stage_bytes: int | None = stage_bytes
+        self._device = device
+        self._retainer = retainer
+        self._usable_bytes = usable_bytes
+        self._total_bytes = sum(sizes)
+        self._num_layers = len(sizes)
+        stages = [max(size, stage_bytes) for size in sizes]
+        # What passes through if not all of them stay.
+        self._passing_bytes = max(sum(stages[at : at + _IN_FLIGHT]) for at in range(len(stages)))
+        self._places: dict[Block, _Place] = {}
+        self._call = self._version = -1
+        # Of the present call: how many layers have run, and bytes beside weights at its beginning.
+        self._num_done = self._base_bytes = 0
+        # By how many bytes those have grown in the call before.
+        self._growth_bytes = 0
+        # Bytes in use as the present task began, and those that tasks were bringing.
+        self._started_bytes = self._started_coming_bytes = 0
+        # The most that a task of the present call has taken since, or the caller's own work before it; and that
+        # of the call before.
+        self._working_bytes = self._worked_bytes = 0
+        # Bytes that tasks bring, and of freed memory that may still be in use.
+        self._coming_bytes = 0
+        self._leaving: deque[tuple[Event, int]] = deque()
+
+    # See `Kept`
+
+    def begin(self, call: int, version: int) -> None:
+        """Begin a call; new weights replace those that are kept."""
+        if call == self._call:
+            return
+        if version != self._version:
+            self.clear()
+        is_first = self._call < 0
+        self._call, self._version = call, version
+        self._num_done = self._coming_bytes = 0
+        use = self._memory()
+        base = self._other_bytes(use)
+        if not is_first:
+            # A prompt's call takes much more than those of the tokens after it.
+            self._worked_bytes, self._working_bytes = self._working_bytes, use.peak_bytes - self._started_bytes
+            self._growth_bytes = max(base - self._base_bytes, 0)
+        self._base_bytes = base
+
+    def bring(self, nbytes: int) -> None:
+        """Note that a task brings so many bytes."""
+        self._coming_bytes += nbytes
+
+    def start(self) -> None:
+        """Begin a task: what it takes beside its weights is measured."""
+        self._measure_from_now()
+
+    def find(self, block: Block) -> Arriving | None:
+        """Return a block that is there."""
+        place = self._places.get(block)
+        return None if place is None else (place.memory, place.arrived)
+
+    def is_ready(self, block: Block, memory: torch.Tensor) -> bool:
+        """Return whether it is there: the task that has brought it has waited."""
+        place = self._places.get(block)
+        return place is not None and place.memory is memory
+
+    def holds(self, block: Block) -> bool:
+        """Return whether it is there."""
+        return block in self._places
+
+    def forget(self, block: Block) -> None:
+        """Remove a block that the present task has found here or has brought, and will free."""
+        self._places.pop(block, None)
+
+    def keep(
+        self, arrived: Mapping[Block, Arriving], num_layers: int, release: Callable[[Block, torch.Tensor], None]
+    ) -> Set[Block]:
+        """Keep all blocks of a task, then let the last layers' go until all else fits."""
+        use = self._memory()
+        # Without what the next task has brought meanwhile.
+        taken = use.peak_bytes - self._started_bytes - (self._coming_bytes - self._started_coming_bytes)
+        self._working_bytes = max(self._working_bytes, taken)
+        self._num_done += num_layers
+        brought = {block: found for block, found in arrived.items() if not self.is_ready(block, found[0])}
+        self._coming_bytes -= sum(block.nbytes for block in brought)
+        # Another task may have brought a block that they share.
+        new = {block: found for block, found in brought.items() if block not in self._places}
+        for block, (memory, event) in new.items():
+            self._places[block] = _Place(memory, event, release)
+        excess = self._kept_bytes() - self._room_bytes(use)
+        for block in sorted(self._places, key=_first_user, reverse=True) if excess > 0 else ():
+            if excess <= 0:
+                break
+            excess -= block.nbytes
+            if block in new:
+                # The task itself frees it.
+                del self._places[block]
+                self._note_leaving(block.nbytes)
+            else:
+                self._drop([block])
+        # What the caller takes until the next call is measured, too.
+        self._measure_from_now()
+        return {block for block, (memory, _) in arrived.items() if self.is_ready(block, memory)}
+
+    def _measure_from_now(self) -> None:
+        self._device.reset_peak_memory()
+        self._started_bytes, self._started_coming_bytes = self._memory().used_bytes, self._coming_bytes
+
+    def _room_bytes(self, use: MemoryUse) -> int:
+        """How many bytes of weights may stay until the next call is over."""
+        others = self._other_bytes(use)
+        # What stays of the layers that have run will stay of the others, too.
+        left = self._num_layers - self._num_done
+        coming = max(others - self._base_bytes, 0) * left // self._num_done if self._num_done else 0
+        room = self._usable_bytes - others - coming - 2 * self._growth_bytes
+        room -= max(self._working_bytes, self._worked_bytes)
+        return room if self._total_bytes <= room else room - self._passing_bytes
+
+    def _memory(self) -> MemoryUse:
+        self._retainer.flush()
+        return self._device.memory()
+
+    def _other_bytes(self, use: MemoryUse) -> int:
+        return use.used_bytes - self._kept_bytes() - self._coming_bytes - self._leaving_bytes()
+
+    def _kept_bytes(self) -> int:
+        return sum(block.nbytes for block in self._places)
+
+    def _leaving_bytes(self) -> int:
+        while self._leaving and self._leaving[0][0].query():
+            self._leaving.popleft()
+        return sum(nbytes for _, nbytes in self._leaving)
+
+    def _note_leaving(self, nbytes: int) -> None:
+        self._leaving.append((self._device.compute.record(), nbytes))
+
+    def _drop(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            place = self._places.pop(block)
+            place.release(block, place.memory)
+            self._retainer.keep(self._device.compute.record(), place.memory)
+            self._note_leaving(block.nbytes)
+
+    def clear(self) -> None:
+        """Free all of them once what uses them is over."""
+        self._drop(list(self._places))
+
+
+@contextmanager
+def keeping(runtime: Runtime, layers: Sequence[LayerState]) -> Generator[tuple[Kept, ...]]:
+    """Let weights stay on the devices inside the context; yields those of each device, and frees them at its end.
+
+    They are those of the first call inside until the model's version changes. A task for which memory is short
+    takes theirs.
+    """
+    found = tuple(_opened(lane, runtime, layers) for lane in runtime.lanes)
+    pairs = list(zip(runtime.lanes, found, strict=True))
+    for lane, kept in pairs:
+        lane.reserves.append(kept.clear)
+    try:
+        yield found
+    except Exception:
+        runtime.launch(partial(_close, pairs))
+        raise
+    except BaseException:
+        # Such as Ctrl-C: a layer may go on, and nobody waits for that.
+        runtime.launch_later(partial(_close, pairs))
+        raise
+    else:
+        runtime.launch(partial(_close, pairs))
+
+
+def _opened(lane: Lane, runtime: Runtime, layers: Sequence[LayerState]) -> KeptWeights:
+    use = lane.device.memory()
+    usable = int(lane.device.obtainable_bytes() * _USABLE)
+    if not use.is_complete:
+        # Of devices that take the host's memory: half of what is free.
+        usable = use.used_bytes + runtime.host_limit().free_bytes // (2 * len(runtime.lanes))
+    sizes = list(map(_bytes_of, layers))
+    return KeptWeights(lane.device, lane.retainer, usable, sizes, int(usable * _STAGE_SHARE))
+
+
+def _close(pairs: Sequence[tuple[Lane, KeptWeights]]) -> None:
+    for outcome in [lane.do(partial(_end, lane, kept)) for lane, kept in pairs]:
+        wait_until(outcome.wait)
+        outcome.result()
+
+
+def _end(lane: Lane, kept: KeptWeights) -> None:
+    lane.reserves.remove(kept.clear)
+    kept.clear()
+    lane.retainer.drain()
+    # What the calls took is no peak of others, for which plans leave room.
+    lane.device.reset_peak_memory()
+
+
+def _bytes_of(layer: LayerState) -> int:
+    # A block that several layers share is there once.
+    return sum(block.nbytes for block in layer.blocks if max(block.users) == layer.index)
+
+
+def _first_user(block: Block) -> int:
+    return min(block.users)
