@@ -16,6 +16,7 @@ from rp_cli import __version__
 from rp_cli.environment.options import BenchOptions, EnvOptions
 from rp_cli.estimate.options import PlanOptions, RecipesOptions
 from rp_cli.finetune.options import FineTuning, Preparation
+from rp_cli.merging.options import MergeOptions
 from rp_cli.options.config_file import schema
 from rp_cli.options.declared import Given, Option, declared
 from rp_cli.talking.options import ChatOptions, GenerateOptions
@@ -93,6 +94,14 @@ COMMANDS = {
         "complete the prompts of a file",
         "Complete each prompt of --prompts by the model of a run, a checkpoint, a folder or the hub, and write "
         "--output.",
+        joins=False,
+    ),
+    "merge": Command(
+        MergeOptions,
+        ("rp_cli.merging.merge", "merge"),
+        "merge an adapter into its model",
+        "Write the model of a run, or of an adapter of PEFT, to --output, with the adapter merged into its "
+        "weights, which transformers loads. One weight at a time is in memory, beside the adapter.",
         joins=False,
     ),
     "bench": Command(

@@ -11,6 +11,7 @@ from rp_presets.losses import LazyLogits, OwnLoss, OwnLosses, Share, causal_lm_l
 from rp_presets.observing.candidates import lists_of_layers
 from rp_presets.packed import StoredPacked, load_packed, packed_kind
 from rp_presets.saving import Conversion, SavedLayout, saved_layout, saves_itself, write_configuration
+from rp_presets.streamed import Piece, Streamed, streamed
 
 __version__ = "0.1.0"
 
@@ -21,9 +22,11 @@ __all__ = [
     "NotARow",
     "OwnLoss",
     "OwnLosses",
+    "Piece",
     "SavedLayout",
     "Share",
     "StoredPacked",
+    "Streamed",
     "UnknownLoss",
     "UnsupportedModel",
     "__version__",
@@ -44,6 +47,7 @@ __all__ = [
     "saved_layout",
     "saves_itself",
     "special_kind",
+    "streamed",
     "to_sequential",
     "unasked",
     "write_configuration",

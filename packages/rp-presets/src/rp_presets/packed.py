@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -142,6 +143,62 @@ def _details(quantization: Mapping[str, Any]) -> str:
             return f" of {quantization.get('bnb_4bit_quant_type', 'fp4')}"
         case _:
             return ""
+
+
+def plain_on_meta(folder: Path, loader: Any, options: Mapping[str, Any]) -> nn.Module:
+    """Return the model of a checkpoint on the meta device, with ordinary weights in place of packed ones."""
+    config, _ = _plain_config(folder, options)
+    return _on_meta(loader, config, options)
+
+
+def packed_names(
+    kind: StoredFormat, outlines: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
+) -> dict[str, list[str]]:
+    """Return the names of the stored tensors of each packed weight, by its name in the model.
+
+    `outlines`: all stored tensors, `wanted`: the model's, both perhaps on the meta device.
+    """
+    owners: dict[str, list[str]] = {}
+    for key in outlines:
+        owner = _owner(key, wanted)
+        if owner is not None:
+            owners.setdefault(owner, []).append(key)
+    is_packed = partial(_is_packed, kind, outlines)
+    return {name: keys for name, keys in owners.items() if any(is_packed(key) for key in keys)}
+
+
+def _owner(key: str, wanted: Mapping[str, torch.Tensor]) -> str | None:
+    """Return the model's weight that a stored tensor is of, or belongs to."""
+    expert = _EXPERT.fullmatch(key.removesuffix(_SCALE))
+    if expert is not None and key.removesuffix(_SCALE) not in wanted:
+        own = "down_proj" if expert["own"] == "down" else "gate_up_proj"
+        stack = f"{expert['stack']}.{own}"
+        return stack if stack in wanted else None
+    # Of a row-wise int8 weight: layer.SCB beside layer.weight.
+    beside = [f"{key.rpartition('.')[0]}.weight"] if key.endswith((".SCB", ".weight_format")) else []
+    parts = key.split(".")
+    starts = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    ends = [key.removesuffix(end) for end in (_SCALE, _BLOCKS, _SCALES) if key.endswith(end)]
+    return next((name for name in (*beside, *ends, *starts) if name in wanted), None)
+
+
+def _is_packed(kind: StoredFormat, outlines: Mapping[str, torch.Tensor], key: str) -> bool:
+    match kind:
+        case "fp8":
+            return outlines[key].dtype == torch.float8_e4m3fn or key.endswith(_SCALE)
+        case "mxfp4":
+            return _is_mxfp4(key)
+        case "nf4":
+            return ".quant_state." in key
+        case "int8":
+            return key.endswith(".SCB")
+
+
+def stored_in(
+    kind: StoredFormat, tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size]
+) -> dict[str, StoredPacked]:
+    """Return the packed weights in these tensors, by their names in the model, whose shapes are given."""
+    return _STORED[kind](tensors, shapes)
 
 
 def _plain_config(folder: Path, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

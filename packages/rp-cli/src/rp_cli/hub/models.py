@@ -46,6 +46,17 @@ def called(path: Path) -> str:
     return path.parent.parent.name.rpartition("--")[2] if is_cached else path.name
 
 
+def repository_of(folder: Path) -> str | None:
+    """Return the repository of a folder in the hub's cache; None for other folders.
+
+    >>> repository_of(Path("hub/models--Qwen--Qwen3-8B/snapshots/b968826d"))
+    'Qwen/Qwen3-8B'
+    """
+    parts = folder.parent.parent.name.split("--")
+    is_cached = folder.parent.name == "snapshots" and parts[0] == "models"
+    return "/".join(parts[1:]) if is_cached else None
+
+
 @contextmanager
 def refusing_hub(option: str, name: HubName, kind: str = "model") -> Generator[None]:
     """Raise `Refused` for the errors of the hub, with what can be done."""

@@ -39,6 +39,15 @@ class HubName:
     split: str = "train"
 
 
+def is_repository(text: str) -> bool:
+    """Return whether a text is the name of a repository, ``owner/name``.
+
+    >>> is_repository("Qwen/Qwen3-8B"), is_repository("Qwen3-8B")
+    (True, False)
+    """
+    return re.fullmatch(_REPOSITORY, text) is not None
+
+
 def model_named(path: Path) -> HubName | None:
     """Return the model that a value names, ``owner/name[@revision]``; None if it is a path.
 

@@ -19,11 +19,11 @@ from torch import nn
 from rp_cli.finetune.devices import chosen, opened
 from rp_cli.finetune.model import without_bars
 from rp_cli.hub.models import called
+from rp_cli.runs.sources import Source, source_of
 from rp_cli.strangers.code import told
 from rp_cli.strangers.limited import Budget, limited
 from rp_cli.strangers.refusing import refusing, refusing_all
 from rp_cli.talking.options import TalkOptions
-from rp_cli.talking.sources import Source, source_of
 
 Message = Mapping[str, Any]
 # Letters of several kinds, many of each: some expressions of tokenizers take for ever on them.

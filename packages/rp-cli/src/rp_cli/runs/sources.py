@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from rp_presets import check_folder
 from rp_trainer.errors import Refused
@@ -14,7 +14,6 @@ from rp_cli.hub.models import SMALL_FILES, WEIGHTS, fetched
 from rp_cli.hub.names import model_named
 from rp_cli.strangers.files import bounded_bytes
 from rp_cli.strangers.refusing import refusing
-from rp_cli.talking.options import TalkOptions
 
 _MODEL, _ADAPTER, _OPTIONS = "config.json", "adapter_config.json", "options.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -22,16 +21,54 @@ _MOST_BYTES = 2**24
 _STEP = "step-*"
 
 
+class Asked(Protocol):
+    """What options say of a source. `base`, `tokenizer`: None as the run or the folder says."""
+
+    @property
+    def run(self) -> Path:
+        """A run, a checkpoint, the folder of a model or of an adapter, or a name on the hub."""
+        ...
+
+    @property
+    def base(self) -> Path | None:
+        """The model of an adapter."""
+        ...
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """Where the tokenizer is."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Folders. `model`: of the weights; `adapter`: what is put on it, if anything."""
+    """Folders. `model`: of the weights; `adapter`: what is put on it, if anything; `run`: theirs, if any.
+
+    `tokenizers`: where the tokenizer may be, the likeliest first.
+    """
 
     model: Path
-    tokenizer: Path
     adapter: Path | None
+    run: Path | None
+    tokenizers: tuple[Path, ...]
+
+    @property
+    def tokenizer(self) -> Path:
+        """Where the tokenizer is. Raises `Refused` if there is none."""
+        found = next((each for each in self.tokenizers if has_tokenizer(each)), None)
+        if found is None:
+            raise Refused(
+                f"there is no tokenizer in {self.tokenizers[0]}; name a folder that has one with --tokenizer"
+            )
+        return found
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The options of the run; empty if there is none."""
+        return {} if self.run is None else _json(self.run / _OPTIONS)
 
 
-def source_of(options: TalkOptions) -> Source:
+def source_of(options: Asked) -> Source:
     """Find the folders. Raises `Refused` if something is not there."""
     folder = _found("RUN", options.run)
     run = next((each for each in (folder, *folder.parents[:2]) if (each / _OPTIONS).is_file()), None)
@@ -44,10 +81,21 @@ def source_of(options: TalkOptions) -> Source:
         )
     if adapter is None and options.base is not None:
         raise Refused(f"--base is the model of an adapter, but {folder} holds a whole model; leave it out")
-    if adapter is not None and not (adapter / _WEIGHTS).is_file():
-        raise Refused(f"{adapter} must have its weights in {_WEIGHTS}, but has no such file; others are not read")
+    if adapter is not None:
+        check_adapter(adapter)
     model = folder if adapter is None else _base(adapter, options)
-    return Source(model, _tokenizer(options, [folder, model], run), adapter)
+    return Source(model, adapter, run, tuple(_tokenizers(options, [folder, model], run)))
+
+
+def check_adapter(adapter: Path) -> None:
+    """Raise `Refused` unless the weights of an adapter are in a safetensors file."""
+    if not (adapter / _WEIGHTS).is_file():
+        raise Refused(f"{adapter} must have its weights in {_WEIGHTS}, but has no such file; others are not read")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has files of a tokenizer."""
+    return folder.is_dir() and any(folder.glob("*token*"))
 
 
 def _found(option: str, path: Path) -> Path:
@@ -79,7 +127,7 @@ def _of_run(folder: Path) -> Path:
     return whole[-1]
 
 
-def _base(adapter: Path, options: TalkOptions) -> Path:
+def _base(adapter: Path, options: Asked) -> Path:
     if options.base is not None:
         return _found("--base", options.base)
     said: Any = _json(adapter / _ADAPTER).get("base_model_name_or_path")
@@ -89,20 +137,14 @@ def _base(adapter: Path, options: TalkOptions) -> Path:
     return _found("the adapter's model", path)
 
 
-def _tokenizer(options: TalkOptions, folders: list[Path], run: Path | None) -> Path:
+def _tokenizers(options: Asked, folders: list[Path], run: Path | None) -> list[Path]:
     if options.tokenizer is not None:
-        return _found("--tokenizer", options.tokenizer)
-    if run is not None:
-        given = _json(run / _OPTIONS)
-        folders = [
-            *folders,
-            run / "model",
-            *(Path(str(given[name])) for name in ("tokenizer", "model") if given.get(name)),
-        ]
-    found = next((each for each in folders if each.is_dir() and any(each.glob("*token*"))), None)
-    if found is None:
-        raise Refused(f"there is no tokenizer in {folders[0]}; name a folder that has one with --tokenizer")
-    return found
+        return [_found("--tokenizer", options.tokenizer)]
+    if run is None:
+        return folders
+    given = _json(run / _OPTIONS)
+    named = [Path(str(given[name])) for name in ("tokenizer", "model") if given.get(name)]
+    return [*folders, run / "model", *named]
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""What comes after training: adapters merged into their models, and models in the formats of others."""

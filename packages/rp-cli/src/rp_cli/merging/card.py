@@ -1,0 +1,108 @@
+"""The card of a model: what it was made of, with which options and data, and how its loss fell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from rp_cli.finetune.options import FineTuning
+from rp_cli.hub.models import called, repository_of
+from rp_cli.merging.whole import Whole
+from rp_cli.options.declared import declared
+from rp_cli.options.kinds import OFF
+from rp_cli.runs.sources import Source
+
+_CARD = "README.md"
+_METRICS = "metrics.jsonl"
+_PACKAGES = ("rp-cli", "rp-core", "torch", "transformers", "peft")
+# Facts that options.json has beside the options.
+_DIGEST = "data_digest"
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a card is about. `how`: a word. `whole`: the weights, if they were written anew."""
+
+    how: str
+    source: Source
+    whole: Whole | None = None
+
+
+def write_card(folder: Path, made: Made) -> None:
+    """Write the card of a model, ``README.md``. Raises `OSError`."""
+    head = yaml.safe_dump(_head(made), sort_keys=False)
+    (folder / _CARD).write_text(f"---\n{head}---\n\n" + "\n".join(_body(made)) + "\n", encoding="utf-8")
+
+
+def _head(made: Made) -> dict[str, Any]:
+    base = repository_of(made.source.model)
+    head: dict[str, Any] = {"library_name": "transformers", "tags": ["roundpipe", made.how]}
+    return head if base is None else {**head, "base_model": base}
+
+
+def _body(made: Made) -> Iterator[str]:
+    name = called(made.source.model)
+    yield f"# {name}, trained with RoundPipe" if made.source.run else f"# {name}"
+    yield ""
+    if made.whole is not None and made.whole.adapter:
+        yield (
+            f"A {made.whole.adapter} adapter is merged into {made.whole.changed} of {made.whole.weights} weights, "
+            f"in {', '.join(made.whole.dtypes)}."
+        )
+    recipe = made.source.recipe
+    if recipe:
+        yield from _of_run(made, recipe)
+    yield from ("", "## Versions", "")
+    yield from (f"- {package} {number}" for package, number in _versions())
+
+
+def _of_run(made: Made, recipe: Mapping[str, Any]) -> Iterator[str]:
+    yield from ("", "## Recipe", "", "```yaml", *_options(recipe), "```", "", "## Data", "")
+    for name in ("data", "eval_data"):
+        yield from (f"- {name.replace('_', ' ')}: {_place(path)}" for path in recipe.get(name) or ())
+    yield f"- SHA-256 of the tokens: {recipe.get(_DIGEST, 'unknown')}"
+    losses = list(_losses(made.source.run))
+    if losses:
+        yield from ("", "## Losses", "", *losses)
+
+
+def _options(recipe: Mapping[str, Any]) -> list[str]:
+    """Return the options that the run was given or chose, as in a file for --config; of places, their names."""
+    known = declared(FineTuning)
+    said = {
+        one.name: True if one.kind is OFF else _place(recipe[field]) if one.kind.is_place else recipe[field]
+        for field, one in known.items()
+        # A flag that turns something off is given where the field is off.
+        if one.in_files and recipe.get(field) not in (None, one.kind is OFF, [])
+    }
+    return yaml.safe_dump(said, sort_keys=False).splitlines()
+
+
+def _place(value: Any) -> Any:
+    """Return the last part of a path: the others are of a machine."""
+    return [_place(one) for one in cast("list[Any]", value)] if isinstance(value, list) else Path(str(value)).name
+
+
+def _losses(run: Path | None) -> Iterator[str]:
+    if run is None or not (run / _METRICS).is_file():
+        return
+    rows = [json.loads(line) for line in (run / _METRICS).read_text(encoding="utf-8").splitlines() if line]
+    for name, word in (("loss", "training loss"), ("held_out_loss", "held-out loss")):
+        found = [(row["step"], row[name]) for row in rows if row.get(name) is not None and "step" in row]
+        if found:
+            (first, before), (last, after) = found[0], found[-1]
+            yield f"- {word}: {before:.4f} at step {first}, {after:.4f} at step {last}"
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in _PACKAGES:
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            continue

@@ -1,0 +1,61 @@
+"""The options of `roundpipe merge`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rp_trainer.errors import Refused
+
+from rp_cli.options.declared import option
+from rp_cli.options.kinds import FLAG, TEXT, path
+
+_LOADING, _HUB = "the model", "the hub"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merging:
+    """What commands that write a model have. None means, for `tokenizer` and `base`: as the run or the folder
+    says; `push`: nowhere.
+
+    Raises `Refused` if the folder to write is not given.
+    """
+
+    run: Path = option(
+        "an --output folder of `roundpipe train`, one of its checkpoints, the folder of an adapter or of a model, "
+        "or a name on the hub",
+        path("RUN"),
+        is_positional=True,
+    )
+    output: Path = option("a new folder for what is made", path("FOLDER", is_utf8=True))
+    tokenizer: Path | None = option(
+        "a folder or a name on the hub, if RUN has no tokenizer", path(), group=_LOADING
+    )
+    base: Path | None = option(
+        "of an adapter: the model that it was trained for, if it is no longer where it was", path(), group=_LOADING
+    )
+    unrounded: bool = option(
+        "of a run with --pack: merge into the weights as the model's files have them, not as the run packed them",
+        FLAG,
+        False,
+        group=_LOADING,
+    )
+    push: str | None = option("upload the folder to a repository of the hub, OWNER/NAME", TEXT, group=_HUB)
+    private: bool = option(
+        "make that repository private", FLAG, False, group=_HUB, needs=("push", ", the repository to make")
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse options that are missing or do not go together."""
+        if not isinstance(self.output, Path):  # pyright: ignore[reportUnnecessaryIsInstance] - None if not given
+            raise Refused("--output must be given: a new folder for what is made")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeOptions(Merging):
+    """The options of `roundpipe merge`, each declared by its field.
+
+    >>> from rp_cli.options.declared import Given, read
+    >>> read(MergeOptions, Given(run="run", output="made")).unrounded
+    False
+    """

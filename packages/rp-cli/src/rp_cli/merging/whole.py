@@ -1,0 +1,102 @@
+"""A whole model in a folder: that of a run, with its adapter merged and packed weights expanded."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rp_presets import DamagedFile, Streamed, streamed, unasked
+from rp_trainer.errors import Refused
+
+from rp_cli.adapters.vocabulary import grow
+from rp_cli.finetune.model import without_bars
+from rp_cli.merging.adapter import Adapter
+from rp_cli.merging.weights import NOT_PACKED, BaseWeights, MergedWeights, Packing
+from rp_cli.merging.writing import copy_beside, write_model
+from rp_cli.runs.sources import Source, has_tokenizer
+from rp_cli.strangers.code import told
+from rp_cli.strangers.refusing import refusing
+
+# Of the options of a run: weights that are packed in the files already.
+_STORED = "stored"
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What was written. `adapter`: the kind of the adapter, empty for none. `dtypes`: of the weights."""
+
+    weights: int
+    changed: int
+    adapter: str
+    dtypes: tuple[str, ...]
+    is_rounded: bool
+
+
+def write_whole(folder: Path, source: Source, *, is_rounded: bool) -> Whole:
+    """Write the model of a source with its adapter, its tokenizer and what else belongs to it.
+
+    `is_rounded`: weights that the run had packed are as it had them.
+
+    Raises `Refused` for what cannot be merged, `OSError` for what cannot be written.
+    """
+    without_bars()
+    with (
+        warnings.catch_warnings(),
+        refusing(f"{source.model} cannot be loaded: ", (ValueError, OSError), told),
+        refusing("", (DamagedFile,)),
+        unasked(),
+    ):
+        warnings.simplefilter("ignore", FutureWarning)
+        found = streamed(source.model)
+    for name in found.unused:
+        print(f"not used: {name} of {source.model}, which a {type(found.model).__name__} does not have")
+    packing = _packing(found, source) if is_rounded else NOT_PACKED
+    base = BaseWeights(found, packing)
+    adapter = None if source.adapter is None else _adapter(found, source.adapter)
+    weights = MergedWeights(found.model, base, adapter)
+    weights.check(source.model)
+    write_model(folder, found.model, weights)
+    copy_beside(folder, source.model, next((each for each in source.tokenizers if has_tokenizer(each)), None))
+    return Whole(
+        len(weights.names),
+        sum(weights.is_changed(name) for name in weights.names),
+        "" if adapter is None else adapter.kind,
+        tuple(sorted({str(weights.dtype(name)).removeprefix("torch.") for name in weights.names})),
+        packing is not NOT_PACKED,
+    )
+
+
+def _packing(found: Streamed, source: Source) -> Packing:
+    """Return how the run of an adapter packed its model."""
+    recipe = source.recipe
+    form: Any = recipe.get("pack")
+    if source.adapter is None or form is None or form == _STORED:
+        return NOT_PACKED
+    return Packing.of(found.model, str(form), getattr(torch, str(recipe.get("dtype", "bfloat16"))))
+
+
+def _adapter(found: Streamed, folder: Path) -> Adapter:
+    """Build the adapter, on embeddings that are as large as those that it has."""
+    rows = _rows(found.model, folder)
+    if rows is not None:
+        grow(found.model, rows)
+    return Adapter(found.model, folder)
+
+
+def _rows(model: Any, folder: Path) -> int | None:
+    """Return the rows of embeddings that an adapter saves whole; None if it does not."""
+    from rp_checkpoint.files.tensor_file import catalogue
+
+    inputs = model.get_input_embeddings()
+    name = next(name for name, module in model.named_modules() if module is inputs)
+    saved = catalogue(folder / "adapter_model.safetensors")
+    return next((one.shape[0] for key, one in saved.items() if key.endswith(f"{name}.weight")), None)
+
+
+def check_output(folder: Path) -> None:
+    """Raise `Refused` unless the folder is new or empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise Refused(f"--output {folder} must be a new or empty folder, but is there already; name another")
