@@ -150,7 +150,7 @@ def _config(folder: Path) -> Any:
         raise Refused("an adapter needs PEFT: pip install 'rp-cli[lora]'") from None
     loader: Any = PeftConfig
     with refusing_all(f"the adapter in {folder} cannot be read: ", told):
-        config = loader.from_pretrained(str(folder))
+        config = loader.from_pretrained(str(folder), trust_remote_code=False)
     _check(config, folder)
     return config
 
@@ -184,6 +184,7 @@ def _loaded(base: nn.Module, folder: Path, config: Any) -> Any:
         torch_device="cpu",
         low_cpu_mem_usage=is_light,
         autocast_adapter_dtype=False,
+        trust_remote_code=False,
     )
     missing = [name for name, one in _tensors(made) if one.is_meta]
     if missing:
