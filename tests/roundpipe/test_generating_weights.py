@@ -97,6 +97,33 @@ def test_of_weights_that_do_not_fit_only_the_rest_is_uploaded_for_each_token(
     assert rest < weights or share == 0.5
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str
+)
+@pytest.mark.parametrize(("devices", "share"), [("cpu:2", 0.8), ("cpu:4", 0.5)])
+def test_weights_that_fit_on_several_devices_together_are_uploaded_once(
+    llama: LlamaForCausalLM, tmp_path: Path, devices: str, share: float, options: dict[str, Any]
+) -> None:
+    torch.manual_seed(1)
+    expected = generated(llama, **options)
+    with Runtime(devices, device_memory_bytes=int(share * weights_of(llama))) as runtime:
+        model = wrapped(llama, runtime)
+        torch.manual_seed(1)
+        tokens, nbytes = uploaded(model, tmp_path, **options)
+
+    assert torch.equal(tokens, expected)
+    assert nbytes <= 1.001 * weights_of(llama)
+
+
+def test_several_devices_bring_what_does_not_fit_on_them_together(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    with Runtime("cpu:2", device_memory_bytes=int(0.45 * weights_of(llama))) as runtime:
+        tokens, nbytes = uploaded(wrapped(llama, runtime), tmp_path)
+
+    assert torch.equal(tokens, generated(llama))
+    # Each device would bring more than half of the weights for each token if both ran all layers.
+    assert nbytes < (0.75 * NUM_TOKENS + 1) * weights_of(llama)
+
+
 def test_keys_and_values_that_grow_take_the_memory_of_weights(llama: LlamaForCausalLM, tmp_path: Path) -> None:
     # Keys and values of 32 sequences become as large as a quarter of the weights.
     with Runtime("cpu:1", device_memory_bytes=int(1.25 * weights_of(llama))) as runtime:

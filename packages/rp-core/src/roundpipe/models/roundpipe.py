@@ -148,8 +148,9 @@ class RoundPipe(RoundPipeBase):
         several microbatches, if it is unknown what each contributes; and what a layer raises.
 
         A row of a Hugging Face model takes a key-value cache (`past_key_values`, given by name) without gradients.
-        Such a call runs on the first device in one microbatch, whatever the settings are, and leaves the cache's
-        tensors there.
+        Such a call runs in one microbatch, whatever the settings are, and leaves each layer's keys and values on
+        the device where the layer runs: the first, if it has room for all weights, or one of several that share
+        them.
         """
         config = given_config("roundpipe_run_config", roundpipe_run_config).over(self.model_run_config)
         if any(kwargs.get(name) is not None for name in self._cache_arguments):
@@ -195,7 +196,7 @@ class RoundPipe(RoundPipeBase):
     def _generate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run `generate` of the user's own model on the devices, with the results of all steps so far."""
         self.synchronize()
-        device = self.runtime.lanes[0].device.torch_device
+        device = self._engine.state_device
         config = RoundPipeRunConfig(output_device=device, num_microbatch=1)
         forward = partial(self, roundpipe_run_config=config)
         before = self._under_way

@@ -178,6 +178,22 @@ class PacketCopier:
         self._lane.outbox.conveyor.let_pass(made, event)
         return Packet(treedef, tuple(held), tuple(grads), (event,), gaps(leaves, held), kin or {})
 
+    def stay(self, treedef: Any, leaves: Sequence[Any], origins: Origins) -> Packet:
+        """Return a packet of leaves that stay on the device, readable after its event.
+
+        Of those in `origins` it has the host's copies: this task's memory for them is freed. A layer's weights are
+        copied.
+        """
+        held = [self._staying(leaf, origins.find(leaf)) for leaf in leaves]
+        return Packet(treedef, tuple(held), (False,) * len(held), (self._device.compute.record(),))
+
+    def _staying(self, leaf: Any, host: torch.Tensor | None) -> Any:
+        if host is not None or not isinstance(leaf, torch.Tensor):
+            return leaf if host is None else host
+        used = leaf.untyped_storage().data_ptr()
+        is_freed = self._is_weight(leaf) or any(one.untyped_storage().data_ptr() == used for one in self._visiting)
+        return leaf.detach().clone() if is_freed else leaf.detach()
+
     def _plain(self, tensor: torch.Tensor, *, in_use: bool) -> torch.Tensor:
         if not is_dense(tensor):
             found = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"

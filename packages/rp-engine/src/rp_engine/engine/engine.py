@@ -260,20 +260,32 @@ class Engine:
         What those calls and their caller leave on the device comes first.
         """
         before = self._kept
-        with keeping(self._runtime, self.host.state.layers) as self._kept:
+        layers = self.host.state.layers
+        with keeping(self._runtime, [[layers[i] for i in home] for home in self.planner.homes()]) as self._kept:
             try:
                 yield
             finally:
                 self._kept = before
 
+    @property
+    def state_device(self) -> torch.device:
+        """The device of the last layer in `forward_with_state`."""
+        homes = self.planner.homes()
+        last = max(device for device, home in enumerate(homes) if home)
+        return self._runtime.lanes[last].device.torch_device
+
     def forward_with_state(self, arguments: Any, arrivals: Arrivals, config: RoundPipeRunConfig) -> Any:
         """Return the output of a forward without gradients, whose layers write state that the arguments hold.
 
-        Such as a key-value cache. All layers run on the first device, in one microbatch, so that what they leave
-        in it is where they find it in the next call.
+        Such as a key-value cache. Each layer runs on the same device in all such calls, in one microbatch, so that
+        it finds there what it has left. An output that is wanted on the last layer's device does not leave it.
         """
+        for lane in self._runtime.lanes:
+            # What the caller has made of the state there, on streams of its own.
+            if (device := lane.device.torch_device).type != "cpu":
+                torch.accelerator.current_stream(device).synchronize()
         batch = Batch.of(rp_batch.Parts([arguments]), arrivals, wants_grad=False)
-        aside = Aside(holds_state=True, kept=self._kept)
+        aside = Aside(holds_state=True, kept=self._kept, stays=config.output_device == self.state_device)
         return self._runtime.launch(partial(self._aside, batch, config, aside))[0].tree()
 
     def _aside(self, batch: Batch, config: RoundPipeRunConfig, aside: Aside) -> list[Packet]:

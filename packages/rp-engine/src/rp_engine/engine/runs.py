@@ -85,7 +85,7 @@ class Runs:
     def start_aside(self, batch: Batch, config: RoundPipeRunConfig, aside: Aside) -> Run:
         """Start the run of an inference call from which no plan learns."""
         if aside.holds_state:
-            tasks = self.planner.tasks_on_one_device(batch.size, aside.kept[0])
+            tasks = self.planner.tasks_with_state(batch.size, aside.kept)
         else:
             tasks = self.planner.tasks_aside(config, batch.size)
         self._admit("infer", tasks, batch, keeps_outputs=aside.view is None)

@@ -90,13 +90,14 @@ class Aside:
 
     `view`: makes of the model's output, on its device, what leaves that instead; None: the output leaves it.
     `holds_state`: its arguments hold state that layers write, such as a key-value cache, whose tensors stay on the
-    device: it runs there as one microbatch, and no layer runs twice. `kept`: for each device, the weights that
-    stay there from call to call; empty: none do.
+    devices: it runs there as one microbatch, and no layer runs twice. `stays`: its output stays, too. `kept`: for
+    each device, the weights that stay there from call to call; empty: none do.
     """
 
     view: View | None = None
     holds_state: bool = False
     kept: tuple[Kept, ...] = ()
+    stays: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,11 @@ class Call:
     def kept(self, device: int) -> Kept:
         """Return the weights that stay on a device from call to call."""
         return self.aside.kept[device] if self.aside is not None and self.aside.kept else _NONE_KEPT
+
+    @property
+    def output_stays(self) -> bool:
+        """Whether its output stays on the device."""
+        return self.aside is not None and self.aside.stays
 
     @property
     def num_layers(self) -> int:

@@ -12,16 +12,17 @@ from functools import partial
 
 import rp_sched
 from rp_packing import packed_weights
-from rp_sched import LayerCost, Limits, Mode, Plan, Task, TaskKind
+from rp_sched import LayerCost, Limits, Mode, Plan, Task
 
 from rp_engine.device.memory.call_size import CallSize
-from rp_engine.device.memory.kept_weights import Kept, NoneKept
+from rp_engine.device.memory.kept_weights import Kept
 from rp_engine.planning.adaptive import PlanInUse
 from rp_engine.planning.call_log import CallLog
 from rp_engine.planning.footprint import Footprint, resident_bytes
 from rp_engine.planning.microbatches import counts_of, fastest
 from rp_engine.planning.pricing import FORWARD_PART, LAUNCH_MS, Pricing
 from rp_engine.planning.settled_plans import SettledPlan
+from rp_engine.planning.with_state import homes, tasks_at_home
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.settings.execute_plan import ModelExecutePlan
 from rp_engine.settings.run_config import RoundPipeRunConfig
@@ -42,13 +43,10 @@ _REAL_LINK_GB_S = 50.0
 _UNMEASURED = 4
 # Calls of up to this many times the measured rows count as measured.
 _MORE_ROWS = 1.2
-# Of a device's memory, for the weights of a stage whose layers keep state beside it.
-_STAGE_SHARE = 0.25
 # A search takes at most so long: once for each kind of call, and again when layer times have changed.
 _SEARCH_MS = 500.0
 # The number of measured launches to remember: as many as may be in flight, and some that failed.
 _LAUNCHES = 8
-_NONE_KEPT = NoneKept()
 
 
 class Planner:
@@ -75,6 +73,7 @@ class Planner:
     def forget(self) -> None:
         """Drop all plans and measurements, since the layers have changed."""
         self._timers: dict[tuple[Mode, int], ModelTimer] = {}
+        self._homes: tuple[range, ...] | None = None
         # With the footprint's version and number of shortages that they know of.
         self._plans: dict[object, tuple[tuple[int, int], PlanInUse]] = {}
         self.footprint = Footprint(self._state.layers)
@@ -190,21 +189,21 @@ class Planner:
         self._predict("infer", size, tasks)
         return tasks
 
-    def tasks_on_one_device(self, size: CallSize, kept: Kept) -> tuple[Task, ...]:
-        """Return the tasks of an inference call whose layers all run on the first device, where their state is.
+    def tasks_with_state(self, size: CallSize, kept: Sequence[Kept]) -> tuple[Task, ...]:
+        """Return the tasks of an inference call in which each layer runs on its device, where its state is.
 
-        `kept`: the weights that are there. Tasks that bring many others leave room for those of the next task, and
-        for the state.
+        `kept`: the weights that are there.
         """
-        sizes = [_bytes_to_bring(layer, kept) for layer in self._state.layers]
-        most = self.pricing.usable_bytes if self._sees_memory else math.inf
-        total = sum(_bytes_to_bring(layer, _NONE_KEPT) for layer in self._state.layers)
-        if sum(sizes) < total or total > most / 2:
-            most = most * _STAGE_SHARE if kept.stage_bytes is None else kept.stage_bytes
-        stages = _stages_within(most, sizes)
-        tasks = tuple(Task(TaskKind.FORWARD, layers, range(1), 0) for layers in stages)
+        memory = [use.total_bytes if use.is_complete else math.inf for use in self._runtime.memory()]
+        tasks = tasks_at_home(self._state.layers, self.homes(), kept, memory)
         self._predict("infer", size, tasks)
         return tasks
+
+    def homes(self) -> tuple[range, ...]:
+        """Return the layers of each device in calls whose state stays there; the same until layers change."""
+        if self._homes is None:
+            self._homes = homes(self._state.layers, self._runtime)
+        return self._homes
 
     def _predict(self, mode: Mode, size: CallSize, tasks: tuple[Task, ...]) -> None:
         if self.footprint.is_measured:
@@ -367,18 +366,6 @@ def _rounded_up(rows: int) -> int:
     return math.ceil(2 ** (math.ceil(4 * math.log2(rows)) / 4))
 
 
-def _stages_within(most: float, sizes: Sequence[int]) -> list[range]:
-    """Consecutive layers whose sizes add up to `most` or less, or are a single layer."""
-    stages = [range(0)]
-    for layer, size in enumerate(sizes):
-        begun = stages[-1]
-        if begun and sum(sizes[begun.start : begun.stop]) + size > most:
-            stages.append(range(layer, layer + 1))
-        else:
-            stages[-1] = range(begun.start, layer + 1)
-    return stages
-
-
 def _at_most(cost: LayerCost, budget: int) -> LayerCost:
     # Never refuse a single layer because of a guess: torch's allocator decides whether it fits when it runs.
     room = max(budget - cost.weight_bytes - cost.gradient_bytes, 0)
@@ -404,12 +391,6 @@ def _from(lowest: int, task: Task) -> Task:
 
 def _may_write(layer: LayerState) -> bool:
     return any(block.kind == "buffer" and not block.is_read_only for block in layer.blocks)
-
-
-def _bytes_to_bring(layer: LayerState, kept: Kept) -> int:
-    # A block that several layers share is there once.
-    own = [block for block in layer.blocks if max(block.users) == layer.index]
-    return sum(block.nbytes for block in own if not kept.holds(block))
 
 
 def _guessed_cost(layer: LayerState, kept_bytes: int) -> LayerCost:

@@ -114,6 +114,9 @@ class NoneKept:
         return frozenset()
 
 
+_NONE_KEPT = NoneKept()
+
+
 @dataclass(slots=True)
 class _Place:
     memory: torch.Tensor
@@ -128,8 +131,8 @@ class KeptWeights:
     write, such as keys and values, what they work in, and the caller's own work between the calls. All of it
     is measured, call by call, and weights leave before it needs their memory.
 
-    `usable_bytes`: of the device. `sizes`: bytes of the weights of each layer that it runs. `stage_bytes`: what a
-    task brings at most, or a single layer.
+    `usable_bytes`: of the device. `total_bytes`: of the weights of its layers, `sizes` of each. `stage_bytes`:
+    what a task brings at most, or a single layer.
     """
 
     def __init__(
@@ -137,6 +140,7 @@ class KeptWeights:
         device: Device,
         retainer: Retainer,
         usable_bytes: int,
+        total_bytes: int,
         sizes: Sequence[int],
         stage_bytes: int,
     ) -> None:
@@ -144,11 +148,11 @@ class KeptWeights:
         self._device = device
         self._retainer = retainer
         self._usable_bytes = usable_bytes
-        self._total_bytes = sum(sizes)
+        self._total_bytes = total_bytes
         self._num_layers = len(sizes)
         stages = [max(size, stage_bytes) for size in sizes]
         # What passes through if not all of them stay.
-        self._passing_bytes = max(sum(stages[at : at + _IN_FLIGHT]) for at in range(len(stages)))
+        self._passing_bytes = max((sum(stages[at : at + _IN_FLIGHT]) for at in range(len(stages))), default=0)
         self._places: dict[Block, _Place] = {}
         self._call = self._version = -1
         # Of the present call: how many layers have run, and bytes beside weights at its beginning.
@@ -284,13 +288,15 @@ class KeptWeights:
 
 
 @contextmanager
-def keeping(runtime: Runtime, layers: Sequence[LayerState]) -> Generator[tuple[Kept, ...]]:
+def keeping(runtime: Runtime, layers: Sequence[Sequence[LayerState]]) -> Generator[tuple[Kept, ...]]:
     """Let weights stay on the devices inside the context; yields those of each device, and frees them at its end.
+
+    `layers`: those that run on each device.
 
     They are those of the first call inside until the model's version changes. A task for which memory is short
     takes theirs.
     """
-    found = tuple(_opened(lane, runtime, layers) for lane in runtime.lanes)
+    found = tuple(_opened(lane, runtime, own) for lane, own in zip(runtime.lanes, layers, strict=True))
     pairs = list(zip(runtime.lanes, found, strict=True))
     for lane, kept in pairs:
         lane.reserves.append(kept.clear)
@@ -313,8 +319,10 @@ def _opened(lane: Lane, runtime: Runtime, layers: Sequence[LayerState]) -> KeptW
     if not use.is_complete:
         # Of devices that take the host's memory: half of what is free.
         usable = use.used_bytes + runtime.host_limit().free_bytes // (2 * len(runtime.lanes))
-    sizes = list(map(_bytes_of, layers))
-    return KeptWeights(lane.device, lane.retainer, usable, sizes, int(usable * _STAGE_SHARE))
+    sizes = [bytes_to_bring([layer]) for layer in layers]
+    return KeptWeights(
+        lane.device, lane.retainer, usable, bytes_to_bring(layers), sizes, int(usable * _STAGE_SHARE)
+    )
 
 
 def _close(pairs: Sequence[tuple[Lane, KeptWeights]]) -> None:
@@ -331,9 +339,10 @@ def _end(lane: Lane, kept: KeptWeights) -> None:
     lane.device.reset_peak_memory()
 
 
-def _bytes_of(layer: LayerState) -> int:
-    # A block that several layers share is there once.
-    return sum(block.nbytes for block in layer.blocks if max(block.users) == layer.index)
+def bytes_to_bring(layers: Iterable[LayerState], kept: Kept = _NONE_KEPT) -> int:
+    """Return the bytes of the weights of some layers without those that are kept."""
+    blocks = dict.fromkeys(block for layer in layers for block in layer.blocks)
+    return sum(block.nbytes for block in blocks if not kept.holds(block))
 
 
 def _first_user(block: Block) -> int:

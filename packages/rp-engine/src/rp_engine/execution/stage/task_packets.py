@@ -79,6 +79,9 @@ class TaskPackets:
             goes_on = boundary < self._task.layers.stop
             # The caller may write the outputs, so these are copies of their own, not memory that backward reads.
             known = origins if boundary < self._call.num_layers else Origins()
+            if boundary == self._call.num_layers and self._call.output_stays:
+                self._exchange.put(slot, self._copier.stay(arrived.treedef, arrived.inside, origins))
+                return
             kin = self._kinship.of(arrived.inside)
             packet = self._copier.send(arrived.treedef, arrived.inside, grads, known, in_use=goes_on, kin=kin)
             self._exchange.put(slot, packet)

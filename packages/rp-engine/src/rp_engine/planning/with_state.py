@@ -1,0 +1,94 @@
+"""Where the layers of calls run whose state stays on devices from call to call, and in which tasks."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from rp_sched import Task, TaskKind
+
+from rp_engine.device.memory.kept_weights import Kept, bytes_to_bring
+from rp_engine.runtime.runtime import Runtime
+from rp_engine.state.layers import LayerState
+
+# Weights up to this share of some devices' memory stay there: the rest is for state, such as keys and values.
+_SHARE = 0.6
+# Nothing is known of what else there is when the first task brings all of a device's weights.
+_EASY_SHARE = 0.5
+# Of a device's memory, for the weights of a task if none stay.
+_STAGE_SHARE = 0.25
+
+
+def homes(layers: Sequence[LayerState], runtime: Runtime) -> tuple[range, ...]:
+    """Return the layers of each device: on as few devices as have room, one after another, or on all of them.
+
+    Also where they do not fit together: each device then brings what does not fit of its own layers alone. If
+    devices divided the microbatches, each would keep the same weights, and bring the same others.
+    """
+    sizes = [bytes_to_bring([layer]) for layer in layers]
+    memory = [use.total_bytes for use in runtime.memory()]
+    fitting = (count for count, room in enumerate(accumulate(memory), start=1) if sum(sizes) <= _SHARE * room)
+    return _divided(sizes, memory[: next(fitting, len(memory))], len(memory))
+
+
+def _divided(sizes: Sequence[int], shares: Sequence[int], count: int) -> tuple[range, ...]:
+    """Consecutive ranges whose sizes are about as `shares`, and empty ones, `count` in all.
+
+    >>> _divided([1, 4, 4, 4, 3], [10, 10], 3)
+    (range(0, 3), range(3, 5), range(5, 5))
+    """
+    ends = [share * sum(sizes) / sum(shares) for share in accumulate(shares)]
+    before = accumulate(sizes, initial=0)
+    # By its middle. Layers without weights at the end belong to the last one.
+    homes = [
+        min(bisect_right(ends, start + size / 2), len(shares) - 1)
+        for start, size in zip(before, sizes, strict=False)
+    ]
+    starts = [sum(home < device for home in homes) for device in range(count + 1)]
+    return tuple(map(range, starts, starts[1:]))
+
+
+def tasks_at_home(
+    layers: Sequence[LayerState], homes: Sequence[range], kept: Sequence[Kept], memory: Sequence[float]
+) -> tuple[Task, ...]:
+    """Return the tasks of a call in one microbatch, each layer on its device.
+
+    `kept`: the weights that are on each device, of `memory` bytes. A task that brings many others leaves room for
+    those of the next task, and for the state.
+    """
+    return tuple(
+        Task(TaskKind.FORWARD, stage, range(1), device)
+        for device, home in enumerate(homes)
+        for stage in _stages(layers, home, kept[device], memory[device])
+    )
+
+
+def _stages(layers: Sequence[LayerState], home: range, kept: Kept, memory: float) -> list[range]:
+    sizes = {layer: bytes_to_bring([layers[layer]], kept) for layer in home}
+    total = bytes_to_bring([layers[layer] for layer in home])
+    if sum(sizes.values()) == total <= _EASY_SHARE * memory:
+        most = math.inf
+    else:
+        most = _STAGE_SHARE * memory if kept.stage_bytes is None else kept.stage_bytes
+    return _within(most, sizes) if home else []
+
+
+def _within(most: float, sizes: dict[int, int]) -> list[range]:
+    """Consecutive layers whose sizes add up to `most` or less, or are a single layer.
+
+    >>> _within(5, {3: 2, 4: 3, 5: 1, 6: 9})
+    [range(3, 5), range(5, 6), range(6, 7)]
+    """
+    first = next(iter(sizes))
+    stages, nbytes = [range(first, first)], 0
+    for layer, size in sizes.items():
+        begun = stages[-1]
+        if begun and nbytes + size > most:
+            stages.append(range(layer, layer + 1))
+            nbytes = size
+        else:
+            stages[-1] = range(begun.start, layer + 1)
+            nbytes += size
+    return stages
