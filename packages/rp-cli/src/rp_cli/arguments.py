@@ -15,6 +15,7 @@ from rp_trainer.errors import Refused
 from rp_cli import __version__
 from rp_cli.environment.options import BenchOptions, EnvOptions
 from rp_cli.estimate.options import PlanOptions, RecipesOptions
+from rp_cli.evaluating.options import EvalOptions
 from rp_cli.finetune.options import FineTuning, Preparation
 from rp_cli.merging.options import MergeOptions
 from rp_cli.options.config_file import schema
@@ -102,6 +103,14 @@ COMMANDS = {
         "merge an adapter into its model",
         "Write the model of a run, or of an adapter of PEFT, to --output, with the adapter merged into its "
         "weights, which transformers loads. One weight at a time is in memory, beside the adapter.",
+        joins=False,
+    ),
+    "eval": Command(
+        EvalOptions,
+        ("rp_cli.evaluating.evaluate", "evaluate"),
+        "tell the held-out loss of a model, or its scores in lm-eval's tasks",
+        "Print the loss of the model of a run, a checkpoint, a folder or the hub, with its adapter: on --data, or "
+        "on what the run has held out. --tasks runs tasks of lm-eval instead.",
         joins=False,
     ),
     "bench": Command(

@@ -14,9 +14,9 @@ _LOADING, _SAMPLING = "the model", "how tokens are chosen"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TalkOptions:
-    """What both commands have. None means, for `tokenizer` and `base`: as the run or the folder says; `dtype`:
-    float32 on CPU devices, else bfloat16; `temperature`, `top_p`, `top_k`: as the model's generation config says.
+class ModelOptions:
+    """Which model. None means, for `tokenizer` and `base`: as the run or the folder says; `dtype`: float32 on CPU
+    devices, else bfloat16.
     """
 
     run: Path = option(
@@ -37,6 +37,12 @@ class TalkOptions:
         one_of(("float32", "bfloat16", "float16")),
         group=_LOADING,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TalkOptions(ModelOptions):
+    """What both commands have. None means, for `temperature`, `top_p`, `top_k`: as the model's own config says."""
+
     max_tokens: int = option("at most so many tokens a reply", whole(1, _MOST_TOKENS), "512")
     greedy: bool = option("take the likeliest token each time", FLAG, False, group=_SAMPLING)
     temperature: float | None = option(

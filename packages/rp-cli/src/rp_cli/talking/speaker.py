@@ -23,7 +23,7 @@ from rp_cli.runs.sources import Source, source_of
 from rp_cli.strangers.code import told
 from rp_cli.strangers.limited import Budget, limited
 from rp_cli.strangers.refusing import refusing, refusing_all
-from rp_cli.talking.options import TalkOptions
+from rp_cli.talking.options import ModelOptions, TalkOptions
 
 Message = Mapping[str, Any]
 # Letters of several kinds, many of each: some expressions of tokenizers take for ever on them.
@@ -86,27 +86,36 @@ def speaking(options: TalkOptions) -> Generator[Speaker]:
     Raises `Refused` for what is not there or cannot be loaded, `HostMemoryShort`.
     """
     source = source_of(options)
-    tokenizer = _tokenizer(source)
-    devices, dtype = chosen(options.devices, options.dtype)
-    with opened(devices, ALONE) as runtime:
-        model = _loaded(source, runtime, getattr(torch, dtype), called(options.run))
+    tokenizer = checked_tokenizer(source)
+    with model_of(source, options) as model:
         torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
         yield Speaker(model, tokenizer, _sampling(options, tokenizer))
 
 
-def _tokenizer(source: Source) -> Any:
+@contextmanager
+def model_of(source: Source, options: ModelOptions) -> Generator[RoundPipe]:
+    """Load a model in evaluation mode, and let go of the devices at the end.
+
+    Raises `Refused` for what cannot be loaded, `HostMemoryShort`.
+    """
+    devices, dtype = chosen(options.devices, options.dtype)
+    with opened(devices, ALONE) as runtime:
+        yield _loaded(source, runtime, getattr(torch, dtype), called(options.run))
+
+
+def checked_tokenizer(source: Source) -> Any:
     """Load the tokenizer, once it and its template have shown in a limited process that they come to an end."""
 
     def work(budget: Budget) -> Iterator[bytes]:
         budget.allow(f"the tokenizer in {source.tokenizer}", _TOKENIZER_BYTES)
-        tokenizer = _loaded_tokenizer(source)
+        tokenizer = loaded_tokenizer(source)
         budget.allow("a conversation of some turns", len(_PROBE) * _BYTES_A_LETTER)
         tokenizer(_rendered(tokenizer, _TURNS) if tokenizer.chat_template else _PROBE)
         yield b""
 
     for _ in limited("the tokenizer, or its chat template,", "take another one with --tokenizer", work):
         pass
-    return _loaded_tokenizer(source)
+    return loaded_tokenizer(source)
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Message]) -> str:
@@ -114,7 +123,8 @@ def _rendered(tokenizer: Any, messages: Sequence[Message]) -> str:
         return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
 
 
-def _loaded_tokenizer(source: Source) -> Any:
+def loaded_tokenizer(source: Source) -> Any:
+    """Load the tokenizer. Raises `Refused` if it cannot be used."""
     from transformers import AutoTokenizer
 
     loader: Any = AutoTokenizer

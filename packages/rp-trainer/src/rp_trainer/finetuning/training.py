@@ -12,8 +12,7 @@ from roundpipe import OwnLoss, RoundPipe
 
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning.batches import Batches, Call, labels_in
-from rp_trainer.finetuning.evaluation import Evaluation
-from rp_trainer.finetuning.patience import Patience
+from rp_trainer.finetuning.evaluation import Evaluation, Patience
 from rp_trainer.finetuning.reports import StepFigures, figures_of
 from rp_trainer.finetuning.settings import Settings
 from rp_trainer.finetuning.updates import launch, set_rate, stepped

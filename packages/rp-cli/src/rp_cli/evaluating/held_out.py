@@ -1,0 +1,128 @@
+"""The data of an evaluation: given, or what a run has held out of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rp_trainer.errors import Refused
+from rp_trainer.finetuning import Evaluation
+
+from rp_cli.evaluating.options import EvalOptions
+from rp_cli.finetune.data.batches import Sequences
+from rp_cli.finetune.data.documents import Documents
+from rp_cli.finetune.data.documents import held_out as divided
+from rp_cli.finetune.data.library import library_source
+from rp_cli.finetune.data.reading import Manner, check_some, read_all
+from rp_cli.finetune.model import pad_of
+from rp_cli.finetune.resumed import CLOCK
+from rp_cli.runs.sources import Source
+from rp_cli.talking.speaker import loaded_tokenizer
+
+_SEQUENCE = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """What to evaluate on. `name`: what users call it; `size`: tokens of a sequence; `learned`: that count."""
+
+    evaluation: Evaluation
+    name: str
+    size: int
+    sequences: int
+    tokens: int
+    learned: int
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Which documents there are to be, and how they become sequences."""
+
+    name: str
+    given: Sequence[tuple[str, Sequence[Path]]]
+    manner: Manner
+    packing: bool
+    seed: int
+    part: float
+    digest: str
+
+
+def held_out(source: Source, options: EvalOptions) -> HeldOut:
+    """Read and tokenize the data. Raises `Refused` for data that cannot be used, and for a run without any."""
+    run = source.recipe
+    wanted = _given(options, run) if options.data is not None else _of_run(source, options, run)
+    tokenizer, _, read = read_all(partial(loaded_tokenizer, source), wanted.given, wanted.manner)
+    documents = read[-1]
+    notes = [*documents.notes.lines(wanted.given[-1][0]), *_changed(wanted, read)]
+    if wanted.part:
+        _, documents = divided(documents, wanted.part)
+    check_some(wanted.name, wanted.manner.sequence, documents)
+    sequences = Sequences(documents, size=wanted.manner.sequence, packing=wanted.packing, seed=wanted.seed)
+    return HeldOut(
+        Evaluation(sequences.batches(options.batch, pad_of(tokenizer))),
+        wanted.name,
+        wanted.manner.sequence,
+        sequences.in_epoch,
+        documents.tokens,
+        documents.labels,
+        notes,
+    )
+
+
+def _given(options: EvalOptions, run: Mapping[str, Any]) -> _Wanted:
+    """What the options say; for what they do not, as the run had it, if there is one."""
+    assert options.data is not None
+    manner = Manner(
+        options.sequence or run.get("sequence", _SEQUENCE),
+        options.completions_only or bool(run.get("completions_only")),
+        options.skip_bad_rows,
+        _clock(run),
+    )
+    packing = options.packing and bool(run.get("packing", True))
+    name = f"--data {', '.join(map(str, options.data))}"
+    return _Wanted(name, [("--data", options.data)], manner, packing, run.get("seed", 0), 0.0, "")
+
+
+def _of_run(source: Source, options: EvalOptions, run: Mapping[str, Any]) -> _Wanted:
+    """What the run was evaluated on."""
+    part, own = float(run.get("held_out") or 0), run.get("eval_data")
+    if not part and not own:
+        why = "is no run of `roundpipe train`" if source.run is None else "held out no data"
+        raise Refused(f"--data must be given: {options.run} {why}")
+    data = library_source() if run.get("data") is None else _paths(run["data"])
+    given: list[tuple[str, Sequence[Path]]] = [("--data", data)]
+    if own:
+        given.append(("--eval-data", _paths(own)))
+    manner = Manner(
+        options.sequence or run["sequence"], bool(run["completions_only"]), bool(run["skip_bad_rows"]), _clock(run)
+    )
+    name = f"--eval-data of {source.run}" if own else f"what {source.run} held out"
+    return _Wanted(
+        name, given, manner, bool(run["packing"]), run["seed"], 0.0 if own else part, run["data_digest"]
+    )
+
+
+def _changed(wanted: _Wanted, read: Sequence[Documents]) -> list[str]:
+    """Return a warning if a run had other data: it may then have been trained on what is held out now."""
+    if not wanted.digest:
+        return []
+    parts = divided(read[0], wanted.part) if wanted.part else read
+    if " ".join(part.digest() for part in parts) == wanted.digest:
+        return []
+    return [
+        f"roundpipe: {wanted.name}: the data, or its tokens, are others than when the run began, so the model may "
+        "have been trained on some of what is held out"
+    ]
+
+
+def _paths(names: Sequence[str]) -> tuple[Path, ...]:
+    return tuple(Path(name) for name in names)
+
+
+def _clock(run: Mapping[str, Any]) -> datetime:
+    return datetime.fromisoformat(run[CLOCK]) if run.get(CLOCK) else datetime.now()
