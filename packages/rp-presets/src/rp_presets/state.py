@@ -33,7 +33,21 @@ class Before:
 
     def __init__(self, state: Any, stand_in: Callable[[Tensor], Tensor]) -> None:
         self.state = state
-        self.snapshot = _snapshot(state, stand_in, {})
+        # Layers have keys of the same shape.
+        self.snapshot = _snapshot(state, cached_by_shape(stand_in), {})
+
+
+def cached_by_shape(stand_in: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the function, changed to make one result for all tensors of a shape, dtype and device."""
+    made: dict[object, Tensor] = {}
+
+    def known(tensor: Tensor) -> Tensor:
+        key = tensor.shape, tensor.dtype, tensor.device
+        if key not in made:
+            made[key] = stand_in(tensor)
+        return made[key]
+
+    return known
 
 
 def _snapshot(value: Any, stand_in: Callable[[Tensor], Tensor], memo: dict[int, Any]) -> Any:

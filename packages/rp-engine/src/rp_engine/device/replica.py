@@ -361,7 +361,12 @@ def _tables(owner: torch.nn.Module) -> dict[str, _Table]:
 
 def _content(owners: Iterable[torch.nn.Module]) -> list[object]:
     """Return the names and object ids in the tables of all owners. Ids are valid only while the objects exist."""
-    return [(*table, *map(id, table.values())) for owner in owners for table in _tables(owner).values()]
+    return [
+        (*table, *map(id, table.values()))
+        for held in map(vars, owners)
+        for table in (held["_modules"], held["_parameters"], held["_buffers"])
+        if table
+    ]
 
 
 def _same(one: _Part, other: _Part) -> bool:

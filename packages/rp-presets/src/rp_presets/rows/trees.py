@@ -6,6 +6,7 @@ import copy
 import enum
 from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import Any, TypeGuard, cast
 
@@ -24,7 +25,7 @@ def is_box(tree: object) -> TypeGuard[Box]:
     >>> is_box({}), is_box(()), is_box([])
     (True, False, True)
     """
-    return isinstance(tree, list | MutableMapping)
+    return _kind(type(tree)) in (list, MutableMapping)
 
 
 def is_plain(leaf: object) -> bool:
@@ -47,18 +48,30 @@ def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
     >>> mapped(lambda number: number + 1, (1, [2], {"a": 3}))
     (2, [3], {'a': 4})
     """
-    if isinstance(tree, tuple) and not isinstance(tree, torch.Size):
+    kind = _kind(tree.__class__)
+    if kind is None:
+        return fn(tree)
+    if kind is tuple:
         return like_tuple(
             cast("tuple[Any, ...]", tree), [mapped(fn, item) for item in cast("tuple[Any, ...]", tree)]
         )
-    if isinstance(tree, list):
+    if kind is list:
         return [mapped(fn, item) for item in cast("list[Any]", tree)]
-    if isinstance(tree, MutableMapping):
-        copied = copy.copy(cast("MutableMapping[Any, Any]", tree))
-        for key in list(copied):
-            copied[key] = mapped(fn, copied[key])
-        return copied
-    return fn(tree)
+    copied = copy.copy(cast("MutableMapping[Any, Any]", tree))
+    for key in list(copied):
+        copied[key] = mapped(fn, copied[key])
+    return copied
+
+
+@lru_cache(maxsize=1024)
+def _kind(kind: type[object]) -> type[object] | None:
+    """Return which container objects of a type are: tuple, list or mapping; None for leaves.
+
+    Remembered: asking whether something is a mapping goes through Python, and most leaves are not.
+    """
+    if issubclass(kind, torch.Size):
+        return None
+    return next((one for one in (tuple, list, MutableMapping) if issubclass(kind, one)), None)
 
 
 def like_tuple(old: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
@@ -73,14 +86,16 @@ def leaves(tree: Any) -> Iterator[Any]:
     >>> list(leaves(({"a": 1}, [None])))
     [1, None]
     """
-    if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
-        for item in cast("tuple[Any, ...]", tree):
-            yield from leaves(item)
-    elif isinstance(tree, MutableMapping):
-        for item in cast("MutableMapping[Any, Any]", tree).values():
-            yield from leaves(item)
-    else:
+    kind = _kind(tree.__class__)
+    if kind is None:
         yield tree
+        return
+    items: Any = cast("MutableMapping[Any, Any]", tree).values() if kind is MutableMapping else tree
+    for item in items:
+        if _kind(item.__class__) is None:
+            yield item
+        else:
+            yield from leaves(item)
 
 
 def tensors(tree: Any) -> list[Tensor]:

@@ -213,6 +213,9 @@ class LayerRuns:
 
     def check(self) -> None:
         """Refuse layers that have changed what they must not, after the last microbatch."""
+        if len(self._task.microbatches) == 1 and not self._task.adds_gradients:
+            # Each was looked at as it ran, and nothing of it has run since.
+            return
         for layer in self._task.layers:
             self._activity.current = ("in {0}, after its last microbatch", layer, -1)
             self._twins.check(layer)

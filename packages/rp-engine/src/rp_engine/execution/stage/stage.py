@@ -173,7 +173,10 @@ class Stage:
                 return
             replayed = self._replayed(layers, microbatch, arrived) if self._graphs.is_used else None
             # No other name for an output: it would keep the graph while the next layer runs.
-            if replayed is None:
+            if replayed is None and self._call.holds_state:
+                span = self._to_boundary(layers, microbatch)
+                done, arrived = len(span), _cut(self._run_all(span, microbatch, arrived.tree()), origins)
+            elif replayed is None:
                 done, arrived = 1, _cut(self._run(layer, microbatch, arrived.tree()), origins)
             else:
                 done, arrived = replayed[0], _cut(replayed[1], origins)
@@ -186,6 +189,12 @@ class Stage:
     def _run(self, layer: int, microbatch: int, tree: Any) -> Any:
         self._weights.bind(self._call.state.layers[layer], training=False)
         return self._layers.run(layer, microbatch, tree, recomputes=self._recomputes)
+
+    def _run_all(self, layers: range, microbatch: int, tree: Any) -> Any:
+        """Run layers one after another that have no graph to cut, and whose outputs nothing else takes."""
+        for layer in layers:
+            tree = self._run(layer, microbatch, tree)
+        return tree
 
     def _replayed(self, layers: range, microbatch: int, arrived: Arrived) -> tuple[int, Any] | None:
         span = self._to_boundary(layers, microbatch)
