@@ -9,7 +9,18 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from rp_engine.estimates import MemoryForecast, counts_of, fastest, in_place
-from rp_sched import Assigner, LayerCost, Limits, PricedPlan, Resource, Search, Task, simulate, simulated_ms
+from rp_sched import (
+    Assigner,
+    LayerCost,
+    Limits,
+    PricedPlan,
+    Resource,
+    Search,
+    Task,
+    Timeline,
+    simulate,
+    simulated_ms,
+)
 
 from rp_cli.estimate.hardware import Machine, memory_bytes_for
 from rp_cli.estimate.network import ONE_MACHINE, Network
@@ -91,7 +102,11 @@ class Planned:
         """The most bytes on a device at once, with workspace."""
         assigner = Assigner(self.devices)
         calls = [assigner.assign(self.priced_plan) for _ in range(_CALLS)]
-        return _peak_bytes(self.priced_plan, calls, self.devices) + self.working_bytes
+        return max(_timeline(self.priced_plan, calls, self.devices).peak_bytes) + self.working_bytes
+
+    def timeline(self) -> Timeline:
+        """Return one call of the plan, simulated."""
+        return _timeline(self.priced_plan, [self.tasks], self.devices)
 
     def busy_ms(self) -> dict[Bound, float]:
         """Return the time for which each resource is busy in a step."""
@@ -200,8 +215,8 @@ def _simulated_ms(search: Search, devices: int) -> float:
     return search.promised_ms if search.is_simulated else simulated_ms(search.best, devices)
 
 
-def _peak_bytes(priced: PricedPlan, calls: Sequence[Sequence[Task]], devices: int) -> int:
-    timeline = simulate(
+def _timeline(priced: PricedPlan, calls: Sequence[Sequence[Task]], devices: int) -> Timeline:
+    return simulate(
         calls,
         priced.loads.costs,
         devices=devices,
@@ -209,4 +224,3 @@ def _peak_bytes(priced: PricedPlan, calls: Sequence[Sequence[Task]], devices: in
         mode=priced.mode,
         limits=priced.loads.limits,
     )
-    return max(timeline.peak_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, redirect_stdout
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from roundpipe import RoundPipe, Runtime
+from rp_sched.report.render import svg
 from rp_trainer.finetuning import Evaluation, InFolder, Outcome, Report, taken
 from rp_trainer.finetuning import fine_tune as train
 from rp_trainer.finetuning.files import MODEL, check_profile, has_run
@@ -44,6 +45,7 @@ from rp_cli.finetune.options import FineTuning
 from rp_cli.finetune.places import check_places
 from rp_cli.finetune.resumed import CLOCK, check_same, clock_of, extended, is_extended
 from rp_cli.options.declared import declared
+from rp_cli.telling.page import Page
 from rp_cli.telling.progress import Progress
 from rp_cli.telling.streams import telling
 from rp_cli.telling.terminal import say
@@ -117,11 +119,13 @@ def _fine_tune(given: FineTuning, processes: Processes, folder: Folder | None) -
         without_bars()
     with opened(str(options.devices), processes) as runtime:
         tokens = len(tokenizer) if options.resize_embeddings else None
-        count, plan = _planned(options, data, runtime, processes, tokens)
+        count, plan, timeline = _planned(options, data, runtime, processes, tokens)
         # Last: they are large, and all else is known to be usable.
         processes.all(lambda: _fetch_weights(given, options))
         say(f"{_beginning(given, options)}{_described(options, data)}\n{plan}")
-        outcome = _train(options, tokenizer, data, wrapped(options, runtime, count, tokens), processes, folder)
+        page = partial(Page, plan=plan, timeline=timeline)
+        model = wrapped(options, runtime, count, tokens)
+        outcome = _train(options, tokenizer, data, model, processes, folder, page)
     _tell(outcome)
 
 
@@ -256,7 +260,13 @@ def _described(options: FineTuning, data: Data) -> str:
 
 
 def _train(
-    options: FineTuning, tokenizer: Any, data: Data, model: RoundPipe, processes: Processes, folder: Folder | None
+    options: FineTuning,
+    tokenizer: Any,
+    data: Data,
+    model: RoundPipe,
+    processes: Processes,
+    folder: Folder | None,
+    page: Callable[..., Page],
 ) -> Outcome:
     check_causality(model, vocabulary_of(model.named_model), is_packed=options.packing)
     settings = settings_of(options, data.steps)
@@ -270,6 +280,8 @@ def _train(
         if options.output is not None:
             for kind in sorted({*options.report} - {"jsonl"}):
                 yield Tracked(kind, options.output, options.jsonable(), after=done or None)
+            if "jsonl" in options.report:
+                yield page(options.output, options.jsonable())
         yield Progress(settings.steps, done=done, is_shown=processes.is_first and not options.quiet)
 
     return train(
@@ -300,19 +312,19 @@ def settings_of(options: FineTuning, steps: int) -> Settings:
 
 def _planned(
     options: FineTuning, data: Data, runtime: Runtime, processes: Processes, vocabulary: int | None
-) -> tuple[int, str]:
-    """Return the number of microbatches, which the first machine chooses, and the plan as text.
+) -> tuple[int, str, str]:
+    """Return the number of microbatches, which the first machine chooses, and the plan as text and as SVG.
 
     `vocabulary`: how many tokens the model is enlarged for.
 
     Raises `Refused` on all machines if the training does not fit one of them.
     """
 
-    def plan(count: int | None) -> tuple[int, str]:
+    def plan(count: int | None) -> tuple[int, str, str]:
         answer = foretold(replace(options, num_microbatch=count), runtime, data.training.largest, vocabulary)
         text = summary(answer)
         assert answer.planned is not None
-        return answer.planned.microbatches, text
+        return answer.planned.microbatches, text, svg(answer.planned.timeline())
 
     earlier = processes.lead(lambda: _earlier_microbatches(options))
     # A resumed run may be on more machines than before.
