@@ -17,7 +17,7 @@ from rp_cli.environment.options import BenchOptions, EnvOptions
 from rp_cli.estimate.options import PlanOptions, RecipesOptions
 from rp_cli.evaluating.options import EvalOptions
 from rp_cli.finetune.options import FineTuning, Preparation
-from rp_cli.merging.options import MergeOptions
+from rp_cli.merging.options import ExportOptions, MergeOptions
 from rp_cli.options.config_file import schema
 from rp_cli.options.declared import Given, Option, declared
 from rp_cli.talking.options import ChatOptions, GenerateOptions
@@ -111,6 +111,15 @@ COMMANDS = {
         "tell the held-out loss of a model, or its scores in lm-eval's tasks",
         "Print the loss of the model of a run, a checkpoint, a folder or the hub, with its adapter: on --data, or "
         "on what the run has held out. --tasks runs tasks of lm-eval instead.",
+        joins=False,
+    ),
+    "export": Command(
+        ExportOptions,
+        ("rp_cli.merging.export", "export"),
+        "write a trained model for other programs, or to the hub",
+        "Write the model of a run, a folder or the hub, with its adapter merged, to --output: as safetensors, as "
+        "a GGUF file by llama.cpp's converter, or for MLX by mlx_lm. The weights of a GGUF file are compared with "
+        "the model's.",
         joins=False,
     ),
     "bench": Command(

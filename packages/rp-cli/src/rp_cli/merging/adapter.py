@@ -45,7 +45,8 @@ class Adapter:
 
         Raises `Refused` for an adapter that cannot be merged, or does not fit the model.
         """
-        config = _config(folder)
+        config = config_of(folder)
+        _check(config, folder)
         self.kind: str = config.peft_type.value
         self._base = _without_memory(model)
         self._own = dict(self._base.named_parameters(remove_duplicate=False))
@@ -143,16 +144,15 @@ def _without_memory(model: nn.Module) -> nn.Module:
     return bare
 
 
-def _config(folder: Path) -> Any:
+def config_of(folder: Path) -> Any:
+    """Read the configuration of an adapter, one of PEFT's classes. Raises `Refused`."""
     try:
         from peft import PeftConfig
     except ImportError:
         raise Refused("an adapter needs PEFT: pip install 'rp-cli[lora]'") from None
     loader: Any = PeftConfig
     with refusing_all(f"the adapter in {folder} cannot be read: ", told):
-        config = loader.from_pretrained(str(folder), trust_remote_code=False)
-    _check(config, folder)
-    return config
+        return loader.from_pretrained(str(folder), trust_remote_code=False)
 
 
 def _check(config: Any, folder: Path) -> None:

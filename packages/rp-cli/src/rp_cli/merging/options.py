@@ -1,4 +1,4 @@
-"""The options of `roundpipe merge`."""
+"""The options of `roundpipe merge` and `roundpipe export`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from pathlib import Path
 from rp_trainer.errors import Refused
 
 from rp_cli.options.declared import option
-from rp_cli.options.kinds import FLAG, TEXT, path
+from rp_cli.options.kinds import FLAG, TEXT, one_of, path
 
+FORMATS = ("gguf", "safetensors", "mlx")
+# Of llama.cpp's converter.
+_TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "tq1_0", "tq2_0")
 _LOADING, _HUB = "the model", "the hub"
 
 
@@ -59,3 +62,35 @@ class MergeOptions(Merging):
     >>> read(MergeOptions, Given(run="run", output="made")).unrounded
     False
     """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions(Merging):
+    """The options of `roundpipe export`, each declared by its field.
+
+    `llama_cpp`: None for ``ROUNDPIPE_LLAMA_CPP``.
+
+    >>> from rp_cli.options.declared import Given, read
+    >>> read(ExportOptions, Given(run="run", output="made", format="gguf")).type
+    'auto'
+
+    Raises `Refused` for options that do not go together.
+    """
+
+    format: str = option("of the files", one_of(FORMATS), "safetensors")
+    type: str = option(
+        "of a GGUF file's numbers; auto: 16 bits, of the kind that loses least", one_of(_TYPES, "TYPE"), "auto"
+    )
+    adapter_only: bool = option("of a run with --lora: its adapter as a GGUF file of its own", FLAG, False)
+    unchecked: bool = option("keep a file whose values are not the model's", FLAG, False)
+    llama_cpp: Path | None = option(
+        "a checkout of llama.cpp, whose converter makes GGUF files", path("FOLDER"), shown="$ROUNDPIPE_LLAMA_CPP"
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse options that do not go together."""
+        Merging.__post_init__(self)
+        if self.format != "gguf" and (self.adapter_only or self.type != "auto" or self.llama_cpp is not None):
+            raise Refused(
+                f"--type, --adapter-only and --llama-cpp are for --format gguf, but the format is {self.format}"
+            )
