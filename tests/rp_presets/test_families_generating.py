@@ -22,20 +22,22 @@ REFUSED = {
 }
 WAYS: tuple[dict[str, Any], ...] = ({}, {"do_sample": True}, {"num_beams": 2})
 LEFT_PADDED = torch.tensor([[0, 0, 5, 6, 7], [4, 5, 6, 7, 8], [9, 3, 4, 5, 6]])
+PADDED = (LEFT_PADDED, torch.tensor([[5, 6, 7, 0, 0], [4, 5, 6, 7, 8], [9, 3, 4, 5, 6]]))
+CASES = [(prompts, options) for prompts in PADDED for options in WAYS]
 
 
-def tokens(model: Any, options: dict[str, Any]) -> torch.Tensor:
+def tokens(model: Any, prompts: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     torch.manual_seed(3)
-    mask = (LEFT_PADDED != 0).long()
+    mask = (prompts != 0).long()
     return model.generate(
-        LEFT_PADDED, attention_mask=mask, max_new_tokens=5, min_new_tokens=5, pad_token_id=0, **options
+        prompts, attention_mask=mask, max_new_tokens=5, min_new_tokens=5, pad_token_id=0, **options
     )
 
 
-def plainly(model: nn.Module, options: dict[str, Any]) -> torch.Tensor | None:
+def plainly(model: nn.Module, prompts: torch.Tensor, options: dict[str, Any]) -> torch.Tensor | None:
     """What the model generates by itself; None if it does not."""
     try:
-        return tokens(model, options)
+        return tokens(model, prompts, options)
     except (ValueError, RuntimeError, TypeError, AttributeError, IndexError):
         return None
 
@@ -48,22 +50,26 @@ def plainly(model: nn.Module, options: dict[str, Any]) -> torch.Tensor | None:
         if name not in IS_NO_ROW
     ],
 )
-@pytest.mark.parametrize("devices", ["cpu:1", "cpu:3"])
-def test_a_row_generates_the_models_own_tokens(name: str, devices: str) -> None:
+@pytest.mark.parametrize(("devices", "microbatches"), [("cpu:1", 1), ("cpu:2", 2), ("cpu:4", 3)])
+def test_a_row_generates_the_models_own_tokens(
+    name: str, devices: str, microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Tiny models would fit on the first device.
+    monkeypatch.setattr("rp_engine.planning.with_state._SHARE", 0.0)
     model = FAMILIES[name].build().eval()
-    expected = [plainly(model, options) for options in WAYS]
+    expected = [plainly(model, *case) for case in CASES]
     if all(one is None for one in expected):
         pytest.skip("transformers itself cannot")
 
     def wrapped(runtime: Runtime) -> Any:
-        config = RoundPipeRunConfig(num_microbatch=3)
+        config = RoundPipeRunConfig(num_microbatch=microbatches)
         return wrap_model_to_roundpipe(model, True, runtime=runtime, model_run_config=config)
 
     with Runtime(devices) as runtime:
         if name in REFUSED:
             with pytest.raises((ValueError, NotImplementedError), match=REFUSED[name]):
-                tokens(wrapped(runtime), WAYS[0])
+                tokens(wrapped(runtime), *CASES[0])
             return
         on_devices = wrapped(runtime)
-        for options, one in zip(WAYS, expected, strict=True):
-            assert one is None or torch.equal(tokens(on_devices, options), one), options
+        for case, one in zip(CASES, expected, strict=True):
+            assert one is None or torch.equal(tokens(on_devices, *case), one), case
