@@ -68,8 +68,9 @@ def main() -> None:
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     for engine in args.engines:
         step, finish = ENGINES[engine](_model_of(args), args)
-        losses, seconds = _measure(step, args)
+        losses, calls = _measure(step, args)
         finish()
+        first, seconds = calls[: args.warmup], calls[args.warmup :]
         rate = args.batch * args.sequence / statistics.median(seconds)
         print(
             json.dumps(
@@ -77,6 +78,7 @@ def main() -> None:
                     "engine": engine,
                     **{name: value for name, value in vars(args).items() if name != "engines"},
                     "tokens_per_s": round(rate),
+                    "first_seconds": [round(s, 4) for s in first],
                     "seconds": [round(s, 4) for s in seconds],
                     "losses": [round(loss, 4) for loss in losses],
                     "torch": torch.__version__,
@@ -203,7 +205,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
     return {
         "optim_dtype": torch.float32,
-        "model_run_config": roundpipe.RoundPipeRunConfig(num_microbatch=args.microbatches),
+        "model_run_config": roundpipe.RoundPipeRunConfig(num_microbatch=args.microbatches, launch=args.launch),
         "compile_layers": not args.eager,
     }
 
@@ -276,11 +278,11 @@ ENGINES: dict[str, Callable[[nn.Module, argparse.Namespace], Engine]] = {
 
 def _measure(step: Callable[[Tensor], float], args: argparse.Namespace) -> tuple[list[float], list[float]]:
     generator = torch.Generator().manual_seed(1)
-    losses, ends = [], []
+    losses, ends = [], [time.perf_counter()]
     for _ in range(args.warmup + args.steps):
         losses.append(step(torch.randint(500, (args.batch, args.sequence), generator=generator)))
         ends.append(time.perf_counter())
-    return losses, [after - before for before, after in pairwise(ends[args.warmup - 1 :])]
+    return losses, [after - before for before, after in pairwise(ends)]
 
 
 def _arguments() -> argparse.Namespace:
@@ -293,10 +295,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--devices", default=None, help="as ROUNDPIPE_DEVICES takes them; roundpipe only")
     parser.add_argument("--lora", action="store_true", help="train adapters only")
     parser.add_argument("--eager", action="store_true", help="do not compile layers; roundpipe only")
+    parser.add_argument("--launch", choices=["eager", "graphs"], default="eager", help="not of resident")
     parser.add_argument("--profile", metavar="FILE", help="trace of two more steps; roundpipe and by-hand only")
     parser.add_argument("--verbose", action="store_true", help="log what RoundPipe plans and measures")
     parser.add_argument("--steps", type=int, default=6, help="steps that count")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before, at least 1")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before")
     args = parser.parse_args()
     if args.lora and "by-hand" in args.engines:
         parser.error("by-hand has no adapters: leave out --lora")

@@ -10,7 +10,8 @@ layer after another on the device that computes, so the host never holds more th
     nf4 ...       roundpipe on weights packed so
     bitsandbytes  its NF4 on the GPU, with gradient checkpointing; where bitsandbytes is installed
 
-All train PEFT's LoRA on all linear layers, bf16 adapters with fp32 masters, AdamW, one sequence a microbatch.
+All train PEFT's LoRA on all linear layers or, with `--attention`, on those of attention alone, bf16 adapters with
+fp32 masters, AdamW, one sequence a microbatch unless `--microbatches` says otherwise.
 Lines are printed as results come: ``built``, then one ``trained`` for each batch. `tokens_per_s`: from the median
 step after warm-up. `peak_gb`, `reserved_gb`: what torch had on the device at most in those steps. `host_gb`:
 blocks, adapters, gradients, optimizer and activations; `peak_host_gb`: the most that was resident of the whole
@@ -55,11 +56,29 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, **others: Any) -> C
     )
 
 
+def _qwen3_moe(experts: int, layers: int, **others: Any) -> Callable[[], Any]:
+    sizes: dict[str, Any] = {"vocab_size": 151936, "hidden_size": 2048, "head_dim": 128} | others
+    return lambda: transformers.Qwen3MoeConfig(
+        num_hidden_layers=layers,
+        num_experts=experts,
+        num_experts_per_tok=8,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        max_position_embeddings=40960,
+        **sizes,
+    )
+
+
 CONFIGS = {
     "tiny": _qwen3(64, 128, 4, 4, vocab_size=512, num_key_value_heads=2, head_dim=16),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64),
+    "tiny-moe": _qwen3_moe(16, 4, vocab_size=512, hidden_size=64, head_dim=16),
+    "qwen3-30b-a3b": _qwen3_moe(128, 48),
 }
 
 
@@ -112,7 +131,8 @@ def built(name: str, engine: str, device: str, layers: int | None) -> nn.Module:
     config = CONFIGS[name]()
     if layers is not None:
         config.num_hidden_layers = layers
-        config.layer_types = config.layer_types[:layers]
+        if hasattr(config, "layer_types"):
+            config.layer_types = config.layer_types[:layers]
     with torch.device("meta"):
         model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.requires_grad_(False).eval()
@@ -169,7 +189,8 @@ def _to_bitsandbytes(layer: nn.Module) -> None:
 
 def adapted(model: nn.Module, args: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
-    lora = LoraConfig(r=args.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if args.attention else "all-linear"
+    lora = LoraConfig(r=args.rank, target_modules=targets, task_type="CAUSAL_LM")
     adapted = get_peft_model(model, lora, autocast_adapter_dtype=False)  # pyright: ignore[reportArgumentType]
     for parameter in adapted.parameters():
         if parameter.requires_grad:
@@ -208,7 +229,8 @@ def on_roundpipe(model: nn.Module, args: argparse.Namespace) -> Trained:
         optimizer.zero_grad()
 
     def step(tokens: Tensor) -> float:
-        config = roundpipe.RoundPipeRunConfig(num_microbatch=len(tokens))
+        parts = args.microbatches or len(tokens)
+        config = roundpipe.RoundPipeRunConfig(num_microbatch=parts, launch=args.launch)
         loss = wrapped.forward_backward(input_kwargs={"input_ids": tokens, "labels": tokens}, run_config=config)
         wrapped.step(update)
         return float(loss)
@@ -345,7 +367,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cap-gb", type=float, default=None, help="device memory, in 10^9 bytes")
     parser.add_argument("--batches", type=int, nargs="+", default=[2, 8], help="sequences a step")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens a sequence")
+    parser.add_argument("--microbatches", type=int, default=None, help="of each batch; not with bitsandbytes")
+    parser.add_argument("--launch", choices=["eager", "graphs"], default="eager", help="not with bitsandbytes")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--attention", action="store_true", help="adapters on attention alone")
     parser.add_argument("--compile", action="store_true", help="compile layers; not with bitsandbytes")
     parser.add_argument("--steps", type=int, default=4, help="steps that count")
     parser.add_argument("--warmup", type=int, default=2, help="steps before, at least 1")

@@ -12,7 +12,18 @@ import torch
 from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
 from roundpipe.optim import AdamW
 from rp_sched import Plan
-from test_graphs import LAYERS, MICROBATCHES, PLANS, Last, Residual, assert_same, replays, row, summed_loss
+from test_graphs import (
+    LAYERS,
+    MICROBATCHES,
+    PLANS,
+    Last,
+    Residual,
+    assert_same,
+    num_measured,
+    replays,
+    row,
+    summed_loss,
+)
 from torch import nn
 
 __all__ = ["replays"]
@@ -119,7 +130,7 @@ def trained(way: Way, launch: str, plan: Plan, runtime: Runtime, steps: int = 12
             scaler.step(optimizer)
         optimizer.zero_grad()
 
-    for step in range(steps):
+    for step in range(steps + num_measured(runtime)):
         for call in range(way.calls):
             torch.manual_seed(17 * step + call)
             x = torch.randn(2 * MICROBATCHES, 8, dtype=dtype, requires_grad=way.grad_of_input)
