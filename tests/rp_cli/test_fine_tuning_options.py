@@ -207,6 +207,17 @@ def test_the_plan_is_told_before_the_first_step(
     assert "tokens/s" in shown
 
 
+def test_a_quiet_training_prints_nothing(
+    inputs: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--output", str(tmp_path / "run"), *SETTINGS, "--held-out", "0.1", "--quiet"]
+
+    assert main(["train", *inputs, *given]) == 0
+
+    assert capfd.readouterr() == ("", "")
+    assert (tmp_path / "run" / "model").is_dir()
+
+
 def test_lines_of_a_report_tell_tokens_and_epochs_so_far(inputs: list[str], tmp_path: Path) -> None:
     command = ["train", *inputs, "--output", str(tmp_path / "run"), *SETTINGS, "--save-every", "1"]
     assert main([*command, "--steps", "2"]) == 0

@@ -26,14 +26,15 @@ def generate(options: GenerateOptions) -> None:
     with (
         speaking(options) as speaker,
         _opened(options.output) as file,
-        tqdm(total=len(prompts), desc="generate", unit="prompt") as bar,
+        tqdm(total=len(prompts), desc="generate", unit="prompt", disable=options.quiet) as bar,
     ):
         for batch in _batches(prompts, options.batch):
             for prompt, said in zip(batch, _completed(speaker, batch), strict=True):
                 file.write(json.dumps({**prompt.row, "completion": said}, ensure_ascii=False) + "\n")
             file.flush()
             bar.update(len(batch))
-    print(f"{len(prompts)} completions are in {options.output}", flush=True)
+    if not options.quiet:
+        print(f"{len(prompts)} completions are in {options.output}", flush=True)
 
 
 def _opened(path: Path) -> TextIO:

@@ -77,3 +77,4 @@ class GenerateOptions(TalkOptions):
     output: Path = option("JSON lines: those of the prompts, each with its 'completion'", path())
     batch: int = option("prompts that are completed together", shared.BATCH, "16")
     overwrite: bool = option("replace --output", FLAG, False)
+    quiet: bool = option("print nothing but warnings and errors", FLAG, False)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from rp_engine import Runtime
 from rp_transfer import resident_bytes
@@ -48,35 +48,14 @@ class StepFigures:
     seconds: float
 
 
-def figures_of(
-    runtime: Runtime,
-    *,
-    step: int,
-    loss: float,
-    late: int,
-    tokens: int,
-    seen: int,
-    epoch: float,
-    rate: float,
-    norm: float | None,
-    seconds: float,
-) -> StepFigures:
-    """Return the figures of a step of `tokens`, up to which `seen` were; with the memory in use now."""
+def memory_figures(runtime: Runtime) -> dict[str, Any]:
+    """Return the fields of `StepFigures` that are memory, as it is in use now."""
     memory = runtime.memory()
-    return StepFigures(
-        step=step,
-        loss=loss,
-        tokens=seen,
-        epoch=epoch,
-        steps_late=late,
-        tokens_per_s=tokens / seconds,
-        learning_rate=rate,
-        grad_norm=norm,
-        host_bytes=resident_bytes(),
-        device_bytes=[use.used_bytes for use in memory],
-        device_peak_bytes=[use.peak_bytes for use in memory],
-        seconds=seconds,
-    )
+    return {
+        "host_bytes": resident_bytes(),
+        "device_bytes": [use.used_bytes for use in memory],
+        "device_peak_bytes": [use.peak_bytes for use in memory],
+    }
 
 
 class Report(Protocol):

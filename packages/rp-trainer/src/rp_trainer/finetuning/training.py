@@ -13,7 +13,7 @@ from roundpipe import OwnLoss, RoundPipe
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning.batches import Batches, Call, labels_in
 from rp_trainer.finetuning.evaluation import Evaluation, Patience
-from rp_trainer.finetuning.reports import StepFigures, figures_of
+from rp_trainer.finetuning.reports import StepFigures, memory_figures
 from rp_trainer.finetuning.settings import Settings
 from rp_trainer.finetuning.updates import launch, set_rate, stepped
 from rp_trainer.processes import ALONE, Processes
@@ -75,17 +75,17 @@ class Training:
         norm = launch(self.optimizer, self.settings, step) if is_finite else None
         seconds = time.perf_counter() - began
         tokens, seen = self._tokens(step)
-        figures = figures_of(
-            self.model.runtime,
+        figures = StepFigures(
             step=step,
             loss=loss,
-            late=late,
-            tokens=tokens,
-            seen=seen,
+            tokens=seen,
             epoch=self._batches.epoch(step),
-            rate=rate,
-            norm=norm,
+            steps_late=late,
+            tokens_per_s=tokens / seconds,
+            learning_rate=rate,
+            grad_norm=norm,
             seconds=seconds,
+            **memory_figures(self.model.runtime),
         )
         return figures, is_finite
 
