@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rp_cli.options.adapters import USUAL_PARTS, AdapterOptions
@@ -27,8 +28,10 @@ class Adapters:
     saved: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, options: AdapterOptions) -> Adapters | None:
+    def of(cls, options: AdapterOptions) -> Adapters | Continued | None:
         """Return the adapters that options ask for; None for none."""
+        if options.init_adapter is not None:
+            return Continued(options.init_adapter)
         if options.lora is None:
             return None
         return cls(
@@ -57,3 +60,10 @@ class Adapters:
             "modules_to_save": list(self.saved) or None,
             "task_type": "CAUSAL_LM",
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """The adapter in a folder, whose weights training begins with."""
+
+    folder: Path

@@ -5,16 +5,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from rp_trainer.errors import Refused
 from torch import nn
 
-from rp_cli.adapters.choice import Adapters
+from rp_cli.adapters.choice import Adapters, Continued
 from rp_cli.adapters.targets import converted, module_names, targets_in
-from rp_cli.strangers.refusing import refusing
+from rp_cli.strangers.code import told
+from rp_cli.strangers.refusing import refusing, refusing_all
 
+# How PEFT begins to warn of an adapter whose file lacks weights.
+_INCOMPLETE = "Found missing adapter keys"
 # What PEFT warns of, although all is as it should be: patterns of ranks for parameters, and GPT-2's layers.
 _KNOWN = (r"The following (rank|alpha)_pattern keys", r"fan_in_fan_out is set to False")
 
@@ -24,16 +28,18 @@ def check_installed() -> None:
     try:
         import peft  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ImportError:
-        raise Refused("--lora needs PEFT: pip install peft") from None
+        raise Refused("adapters need PEFT: pip install peft") from None
 
 
-def adapt(model: nn.Module, adapters: Adapters) -> nn.Module:
+def adapt(model: nn.Module, adapters: Adapters | Continued) -> nn.Module:
     """Add adapters to a model, in place, and freeze the rest; return PEFT's model, which holds it.
 
     A model on the meta device gets adapters there. Raises `Refused` for layers that the model does not have, and
     for what PEFT cannot do with them.
     """
     check_installed()
+    if isinstance(adapters, Continued):
+        return _continued(model, adapters.folder)
     from peft import get_peft_model
 
     add: Any = get_peft_model
@@ -45,6 +51,47 @@ def adapt(model: nn.Module, adapters: Adapters) -> nn.Module:
         is_meta = any(parameter.is_meta for parameter in model.parameters())
         with torch.device("meta") if is_meta else nullcontext(), _quiet():
             return cast(nn.Module, add(model, _config(settings)))
+
+
+def _continued(model: Any, folder: Path) -> nn.Module:
+    """Put the adapter in a folder on a model, ready to be trained; on the meta device only its form."""
+    from peft import PeftModel, get_peft_model
+
+    loader, add = cast("tuple[Any, Any]", (PeftModel, get_peft_model))
+    config = start_of(folder)
+    # For who loads it later: the adapter may have come from a place that is not there.
+    config.base_model_name_or_path = getattr(model, "name_or_path", "") or config.base_model_name_or_path
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+    with refusing_all(f"--init-adapter {folder} does not fit the model: ", told), _quiet():
+        warnings.filterwarnings("error", _INCOMPLETE)
+        if is_meta:
+            with torch.device("meta"):
+                return cast(nn.Module, add(model, config))
+        return loader.from_pretrained(
+            model, str(folder), config=config, is_trainable=True, torch_device="cpu", trust_remote_code=False
+        )
+
+
+def start_of(folder: Path) -> Any:
+    """Read the configuration of an adapter to go on from. Raises `Refused` for one that learns a prompt."""
+    from peft import PeftConfig
+
+    reader: Any = PeftConfig
+    with refusing_all(f"--init-adapter {folder} cannot be read: ", told):
+        config = reader.from_pretrained(str(folder), trust_remote_code=False)
+    if config.is_prompt_learning:
+        kind = config.peft_type.value
+        raise Refused(f"--init-adapter {folder} is a {kind}, which learns a prompt; this command trains none")
+    config.inference_mode = False
+    return config
+
+
+def saved_by(adapters: Adapters | Continued) -> tuple[str, ...]:
+    """Return the modules that are trained whole beside adapters."""
+    if isinstance(adapters, Adapters):
+        return adapters.saved
+    check_installed()
+    return tuple(getattr(start_of(adapters.folder), "modules_to_save", None) or ())
 
 
 def _config(settings: dict[str, Any]) -> Any:

@@ -7,8 +7,6 @@ from typing import Any, cast
 from rp_trainer.errors import Refused
 from torch import nn
 
-from rp_cli.adapters.choice import Adapters
-
 
 def grow(model: nn.Module, tokens: int | None) -> nn.Module:
     """Enlarge a model's embeddings, and its head, in place, if they are for fewer tokens; return the model.
@@ -23,10 +21,13 @@ def grow(model: nn.Module, tokens: int | None) -> nn.Module:
     return model
 
 
-def check_trained(model: nn.Module, tokens: int | None, adapters: Adapters | None) -> None:
-    """Raise `Refused` if adapters would leave the new rows of a model as they are drawn."""
+def check_trained(model: nn.Module, tokens: int | None, saved: tuple[str, ...] | None) -> None:
+    """Raise `Refused` if adapters would leave the new rows of a model as they are drawn.
+
+    `saved`: the modules that are trained whole beside adapters; None without adapters.
+    """
     any_model = cast(Any, model)
-    if adapters is None or tokens is None or tokens <= len(any_model.get_input_embeddings().weight):
+    if saved is None or tokens is None or tokens <= len(any_model.get_input_embeddings().weight):
         return
     if any_model.config.get_text_config().tie_word_embeddings:
         raise Refused(
@@ -35,7 +36,7 @@ def check_trained(model: nn.Module, tokens: int | None, adapters: Adapters | Non
         )
     ends: list[nn.Module] = [any_model.get_input_embeddings(), any_model.get_output_embeddings()]
     names = [name for name, module in _modules(model) if any(module is end for end in ends)]
-    missing = [name for name in names if not any(name.endswith(saved) for saved in adapters.saved)]
+    missing = [name for name in names if not any(name.endswith(one) for one in saved)]
     if missing:
         needed = " ".join(name.rpartition(".")[2] for name in names)
         raise Refused(

@@ -105,7 +105,7 @@ def _smaller(options: PlanOptions, now: Foretold, tried: Tried) -> Iterator[Chan
 
 def _of_weights(options: PlanOptions, now: Foretold) -> Iterator[Proposal]:
     """Yield adapters that the command allows: on all layers, on attention alone, and on packed weights."""
-    if options.lora is None:
+    if not options.is_adapted:
         for flags, parts, pack in _ADAPTERS:
             try:
                 workload = _of(options, lora=RANK, lora_parts=parts, pack=pack)
@@ -290,5 +290,5 @@ def _calibrated(options: PlanOptions) -> float | None:
     """Return the utilisation that was measured with all weights; with adapters, less by as much as usual."""
     if options.calibration is None:
         return None
-    times = 1.0 if options.lora is None else ADAPTERS_UTILISATION / UTILISATION
+    times = 1.0 if not options.is_adapted else ADAPTERS_UTILISATION / UTILISATION
     return options.calibration.utilisation * times

@@ -75,7 +75,7 @@ class Training:
     def of(cls, options: Any, **more: Any) -> Training:
         """Return what `PlanOptions` or, in a room above, `FineTuning` say; `more`: what only one of them has."""
         same = ("sequence", "optimizer", "optimizer_state", "master", "step_in_backward")
-        return cls(**{name: getattr(options, name) for name in same}, is_adapted=options.lora is not None, **more)
+        return cls(**{name: getattr(options, name) for name in same}, is_adapted=options.is_adapted, **more)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from rp_cli.finetune.options import FineTuning
 from rp_cli.hub.data_sets import fetched_split
 from rp_cli.hub.models import SMALL_FILES, WEIGHTS, fetched
 from rp_cli.hub.names import data_named, model_named
+from rp_cli.runs.sources import adapter_in, model_in
 
 
 def without_names(given: FineTuning) -> FineTuning:
@@ -27,6 +28,7 @@ def without_names(given: FineTuning) -> FineTuning:
         given,
         data_weights=tuple(weights) or None,
         model=_model("--model", given.model),
+        init_adapter=None if given.init_adapter is None else adapter_in("--init-adapter", given.init_adapter),
         tokenizer=None if given.tokenizer is None else _model("--tokenizer", given.tokenizer),
         data=_data("--data", given.data),
         eval_data=_data("--eval-data", given.eval_data),
@@ -56,7 +58,7 @@ def fetch_weights(given: FineTuning, folder: Path) -> None:
 
 def _model(option: str, path: Path) -> Path:
     name = model_named(path)
-    return path if name is None else fetched(option, name, SMALL_FILES)
+    return model_in(option, path) if name is None else fetched(option, name, SMALL_FILES)
 
 
 def _data(option: str, paths: Sequence[Path] | None) -> tuple[Path, ...] | None:

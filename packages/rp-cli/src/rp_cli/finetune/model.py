@@ -44,7 +44,10 @@ def config_file(options: FineTuning) -> Path:
     """Return the path of the model's ``config.json``. Raises `Refused` if it is missing, or for an adapter."""
     path = options.model
     if (path / "adapter_config.json").is_file():
-        raise Refused(f"--model {path} holds an adapter; name the model that it was trained for")
+        raise Refused(
+            f"--model {path} holds an adapter; name the model that it was trained for, and the adapter by "
+            "--init-adapter"
+        )
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise Refused(

@@ -106,7 +106,11 @@ def _usual_betas(others: Reading) -> str | None:
     return "0.9,0.95" if others["sync"] else "0.5,0.95"
 
 
-_LR = _by_model(lambda others: "2e-4" if others["lora"] else "2e-5", "2e-3", "2e-5, with --lora 2e-4")
+def _adapts(others: Reading) -> bool:
+    return bool(others["lora"] or others["init_adapter"])
+
+
+_LR = _by_model(lambda others: "2e-4" if _adapts(others) else "2e-5", "2e-3", "2e-5, with adapters 2e-4")
 _EPOCHS = _by_model(lambda others: None if others.is_given("steps") else "1", None, "1")
 _SHOWN_BETAS = "0.9,0.95, with --no-sync 0.5,0.95; lion 0.9,0.99"
 _STEPS = whole(1, MOST_STEPS)
@@ -268,6 +272,8 @@ class FineTuning(AdapterOptions):
                 raise Refused(f"{flag} must be given with --model")
         if self.overwrite and self.output is None and self.profile is None:
             raise Refused("--overwrite needs --output or --profile, to tell what to replace")
+        if self.init_adapter is not None and self.is_small:
+            raise Refused("--init-adapter needs --model: the model that the adapter was trained for")
         if self.resize_embeddings and self.pack is not None:
             raise Refused(
                 f"--resize-embeddings enlarges weights that --pack {self.pack} packs; use one of them, or add the "

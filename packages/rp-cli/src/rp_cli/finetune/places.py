@@ -36,6 +36,8 @@ def check_places(options: FineTuning) -> None:
 
 def _inputs(options: FineTuning) -> Iterator[tuple[str, Path]]:
     yield "--model", options.model
+    if options.init_adapter is not None:
+        yield "--init-adapter", options.init_adapter
     if options.tokenizer is not None:
         yield "--tokenizer", options.tokenizer
     for flag, paths in (("--data", options.data or ()), ("--eval-data", options.eval_data or ())):

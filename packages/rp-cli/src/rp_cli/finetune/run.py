@@ -21,6 +21,7 @@ from rp_trainer.finetuning.settings import Names, Settings
 from rp_trainer.processes import ALONE, Processes
 
 from rp_cli.adapters.making import check_installed
+from rp_cli.finetune.beginning import begun_from
 from rp_cli.finetune.causality import check_causality
 from rp_cli.finetune.data.batches import Sequences, Steps
 from rp_cli.finetune.data.documents import Documents, held_out
@@ -34,7 +35,6 @@ from rp_cli.finetune.model import (
     check_folders,
     check_model,
     check_weights,
-    has_weights,
     loader_of,
     pad_of,
     save_model,
@@ -164,7 +164,7 @@ def _beginning(given: FineTuning, options: FineTuning) -> str:
         return "the small model that comes with this command starts from random weights\n"
     if is_on_hub(given):
         return f"{given.model} of the hub, commit {options.model.name:.12}\n"
-    return "" if has_weights(options) else f"random weights: {options.model} has none\n"
+    return begun_from(options)
 
 
 def _facts(options: FineTuning, data: Data) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def _is_finished(options: FineTuning, data: Data) -> bool:
 
 
 def _check_installed(options: FineTuning) -> None:
-    if options.lora is not None:
+    if options.is_adapted:
         check_installed()
     check_trackers(options.report)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from rp_trainer.errors import Refused
 
 from rp_cli.options import shared
 from rp_cli.options.declared import option
-from rp_cli.options.kinds import FLAG, TEXT, listed, number, one_of, positive, several
+from rp_cli.options.kinds import FLAG, TEXT, listed, number, one_of, path, positive, several
 
 # PEFT's name for all linear layers, stacked experts and routers.
 ALL_LINEAR = "all-linear"
@@ -56,7 +57,7 @@ def _parts(flag: str, texts: list[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterOptions:
-    """The options of adapters. `lora`: their rank; None: all weights are trained.
+    """The options of adapters. `lora`: their rank; None: all weights are trained, unless there is `init_adapter`.
 
     None means, for `lora_alpha`: twice the rank; `lora_targets`: the layers of `lora_parts`.
     """
@@ -88,3 +89,14 @@ class AdapterOptions:
     modules_to_save: tuple[str, ...] | None = _adapters(
         "modules that are trained whole beside the adapters, such as lm_head", several(TEXT), shown="none"
     )
+    init_adapter: Path | None = option(
+        "go on from an adapter, of a run or of PEFT, which says all that --lora and the options beside it would",
+        path("FOLDER", is_utf8=True),
+        group="adapters",
+        excludes="lora",
+    )
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether adapters are trained, and not all weights."""
+        return self.lora is not None or self.init_adapter is not None

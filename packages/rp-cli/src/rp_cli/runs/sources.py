@@ -87,6 +87,22 @@ def source_of(options: Asked) -> Source:
     return Source(model, adapter, run, tuple(_tokenizers(options, [folder, model], run)))
 
 
+def model_in(option: str, path: Path) -> Path:
+    """Return the model of a run, or a path as it is. Raises `Refused` for a run that has none."""
+    with refusing(f"{option}: ", (Refused,)):
+        return _of_run(path) if path.is_dir() else path
+
+
+def adapter_in(option: str, path: Path) -> Path:
+    """Return the adapter of a run, a folder or a name on the hub. Raises `Refused` if there is none."""
+    folder = _of_run(_found(option, path))
+    if not (folder / _ADAPTER).is_file():
+        raise Refused(f"{option} {path} must hold an adapter, but there is no {_ADAPTER} in {folder}")
+    with refusing(f"{option}: ", (Refused,)):
+        check_adapter(folder)
+    return folder
+
+
 def check_adapter(adapter: Path) -> None:
     """Raise `Refused` unless the weights of an adapter are in a safetensors file."""
     if not (adapter / _WEIGHTS).is_file():

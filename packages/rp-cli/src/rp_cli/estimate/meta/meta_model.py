@@ -15,8 +15,8 @@ from rp_presets import check_config, lists_of_layers, packed_kind, read_object, 
 from rp_trainer.errors import Refused
 from torch import nn
 
-from rp_cli.adapters.choice import Adapters
-from rp_cli.adapters.making import adapt
+from rp_cli.adapters.choice import Adapters, Continued
+from rp_cli.adapters.making import adapt, saved_by
 from rp_cli.adapters.vocabulary import check_trained, grow
 from rp_cli.strangers.code import told
 from rp_cli.strangers.files import check_stored
@@ -60,7 +60,7 @@ _STACK = 3
 
 def model_of(
     path: Path,
-    adapters: Adapters | None = None,
+    adapters: Adapters | Continued | None = None,
     *,
     dtype: torch.dtype | None = None,
     pack: str | None = None,
@@ -78,7 +78,7 @@ def model_of(
         raise Refused(
             f"--model {path}: a {type(model).__name__} has no list of layers, so there is nothing to plan"
         )
-    check_trained(model, vocabulary, adapters)
+    check_trained(model, vocabulary, None if adapters is None else saved_by(adapters))
     grow(model, vocabulary)
     if adapters is not None:
         # The model itself holds the adapters, as PEFT puts them into its layers.
