@@ -13,7 +13,8 @@ layer after another on the device that computes, so the host never holds more th
 All train PEFT's LoRA on all linear layers or, with `--attention`, on those of attention alone, bf16 adapters with
 fp32 masters, AdamW, one sequence a microbatch unless `--microbatches` says otherwise.
 Lines are printed as results come: ``built``, then one ``trained`` for each batch. `tokens_per_s`: from the median
-step after warm-up. `peak_gb`, `reserved_gb`: what torch had on the device at most in those steps. `host_gb`:
+step after warm-up. `peak_gb`, `reserved_gb`: what torch had on the device at most in those steps, after as many
+`alloc_retries` as it freed its cache for want of memory. `host_gb`:
 blocks, adapters, gradients, optimizer and activations; `peak_host_gb`: the most that was resident of the whole
 process. `upload_gb` and the rest of `profile` are of one more step. GB is 10^9 bytes. A line has `error` if a call
 failed.
@@ -327,8 +328,9 @@ def _train(trained: Trained, batch: int, args: argparse.Namespace, is_cuda: bool
     }
 
 
-def _peak() -> dict[str, float]:
+def _peak() -> dict[str, Any]:
     return {
+        "alloc_retries": torch.cuda.memory_stats()["num_alloc_retries"],
         "peak_gb": _gb(torch.cuda.max_memory_allocated()),
         "reserved_gb": _gb(torch.cuda.max_memory_reserved()),
     }
