@@ -170,11 +170,12 @@ class _Loop:
         assert patience.lowest is not None
         step, loss = patience.lowest
         _LOG.info(
-            "ends early, after step %d of %d: in %d evaluations the held-out loss has not fallen; the lowest, "
-            "%.4f, was after step %d, which %s",
+            "ends early, after step %d of %d: in %d evaluations the held-out loss has not fallen by more than %g; "
+            "the lowest, %.4f, was after step %d, which %s",
             done,
             self._settings.steps,
             patience.count,
+            self._settings.early_stopping_threshold,
             loss,
             step,
             self._kept.best(step),
