@@ -11,8 +11,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from roundpipe import PackedWeight, RoundPipeRunConfig, Runtime, from_pretrained, pack_frozen, unpack_frozen
+from rp_cli.main import main
 from rp_packing.formats.by_name import format_of
 from rp_packing.formats.nf4 import VALUES
+from rp_presets import StoredPacked, load_packed, streamed
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -365,3 +367,55 @@ def test_a_packed_checkpoint_is_not_loaded_without_being_asked_to_keep_it_so(tmp
 def test_an_unknown_format_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be one of fp8, int8, nf4, mxfp4"):
         from_pretrained(tmp_path / "nowhere", pack="nf5")
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        in_fp8,
+        lambda folder: in_fp8(folder, moe),
+        lambda folder: in_fp8(folder, deepseek),
+        in_mxfp4,
+        in_bitsandbytes,
+        lambda folder: in_bitsandbytes(folder, "int8"),
+    ],
+    ids=["fp8", "fp8-stacked", "fp8-deepseek", "mxfp4", "nf4", "int8"],
+)
+def test_pieces_of_a_packed_checkpoint_are_the_weights_that_are_loaded_whole(
+    packed: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    folder = packed(tmp_path)
+    model, stored = load_packed(folder)
+
+    read: dict[str, Any] = {}
+    for piece in streamed(folder).pieces:
+        read |= piece.read()
+
+    whole = model.state_dict()
+    assert set(whole) - set(read) <= {"lm_head.weight"}
+    for name, one in read.items():
+        if isinstance(one, StoredPacked):
+            assert torch.equal(one.codes, stored[name].codes), name
+            assert torch.equal(one.scales, stored[name].scales), name
+        else:
+            torch.testing.assert_close(one.to(whole[name].dtype), whole[name], rtol=0, atol=0)
+    assert {name for name, one in read.items() if isinstance(one, StoredPacked)} == set(stored)
+
+
+@pytest.mark.parametrize("packed", [in_fp8, in_mxfp4, in_bitsandbytes])
+def test_an_adapter_is_merged_into_the_expanded_weights(packed: Callable[[Path], Path], tmp_path: Path) -> None:
+    base = packed(tmp_path / "base")
+    with Runtime("cpu:1") as runtime:
+        model: Any = from_pretrained(base, pack="stored", runtime=runtime, use_sequential_preset=True).named_model
+        unpack_frozen(model)
+        config = LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"])
+        peft_model: Any = get_peft_model(model, config)
+        peft_model.save_pretrained(tmp_path / "adapter")
+
+        place = ["--base", str(base), "--output", str(tmp_path / "merged")]
+        assert main(["merge", str(tmp_path / "adapter"), *place]) == 0
+
+        expected = peft_model.float().merge_and_unload().state_dict()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    assert all(torch.equal(one, expected[name].to(one.dtype)) for name, one in found.items())
+    assert "quantization_config" not in (tmp_path / "merged" / "config.json").read_text()

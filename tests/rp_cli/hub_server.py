@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -20,12 +21,17 @@ _FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
 class Hub(ThreadingHTTPServer):
-    """The server. `repositories`: folders, by ``models/owner/name`` or ``datasets/owner/name``. `asked`: files."""
+    """The server. `repositories`: folders, by ``models/owner/name`` or ``datasets/owner/name``. `asked`: files.
 
-    def __init__(self, repositories: Mapping[str, Path]) -> None:
+    `uploaded`: where files that are uploaded go; None if nobody may. `made`: what was asked of new repositories.
+    """
+
+    def __init__(self, repositories: Mapping[str, Path], uploaded: Path | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories = repositories
         self.asked: list[str] = []
+        self.uploaded = uploaded
+        self.made: list[dict[str, Any]] = []
 
     @property
     def endpoint(self) -> str:
@@ -33,8 +39,8 @@ class Hub(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(repositories: Mapping[str, Path]) -> Iterator[Hub]:
-    with Hub(repositories) as hub:
+def serving(repositories: Mapping[str, Path], uploaded: Path | None = None) -> Iterator[Hub]:
+    with Hub(repositories, uploaded) as hub:
         thread = Thread(target=hub.serve_forever)
         thread.start()
         try:
@@ -57,11 +63,49 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_content=True)
 
     def do_POST(self) -> None:
-        wanted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["paths"]
+        content = self._body()
+        if not _API.match(self.path) or "/paths-info/" not in self.path:
+            self._written(content)
+            return
+        wanted = json.loads(content)["paths"]
         match = _API.match(self.path)
         folder = self._folder(f"{match[1]}/{match[2]}") if match else None
         entries = [] if folder is None else [one for one in _tree(folder) if one["path"] in wanted]
         self._send(200, json.dumps(entries).encode(), with_content=True)
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers["Content-Length"]))
+        content = b""
+        while length := int(self.rfile.readline(), 16):
+            content += self.rfile.read(length)
+            self.rfile.readline()
+        return content
+
+    def _written(self, content: bytes) -> None:
+        """Answer who makes a repository, asks how to upload files, or uploads them in a commit."""
+        if self.server.uploaded is None:
+            self._send(403, b"{}")
+        elif self.path == "/api/repos/create":
+            made = json.loads(content)
+            self.server.made.append(made)
+            name = f"{made['organization']}/{made['name']}"
+            self._send(200, json.dumps({"url": f"{self.server.endpoint}/{name}", "name": name}).encode())
+        elif self.path == "/api/validate-yaml":
+            self._send(200, b'{"errors": [], "warnings": []}')
+        elif "/preupload/" in self.path:
+            files = [
+                {**one, "uploadMode": "regular", "shouldIgnore": False} for one in json.loads(content)["files"]
+            ]
+            self._send(200, json.dumps({"files": files}).encode())
+        else:
+            for line in map(json.loads, content.splitlines()):
+                if line["key"] == "file":
+                    target = self.server.uploaded / line["value"]["path"]
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(base64.b64decode(line["value"]["content"]))
+            answer = {"commitUrl": f"{self.server.endpoint}/o/n/commit/{COMMIT}", "commitOid": COMMIT}
+            self._send(200, json.dumps(answer).encode())
 
     def _folder(self, name: str) -> Path | None:
         return self.server.repositories.get(name)

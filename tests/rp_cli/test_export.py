@@ -15,6 +15,7 @@ import pytest
 import sentencepiece
 import torch
 from finetuning import VOCABULARY, WORDS, make_model
+from hub_server import serving
 from peft import LoraConfig, PeftModel, get_peft_model
 from rp_cli.main import main
 from rp_cli.merging.formats.gguf_check import check_model
@@ -171,6 +172,32 @@ def test_what_is_missing_is_told_with_what_to_install(
     assert "pip install mlx-lm" in told(str(base), "--format", "mlx")
     assert "pip install 'rp-cli[gguf]'" in told(str(base), "--format", "gguf")
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_what_is_pushed_is_the_folder(
+    tmp_path: Path, is_allowed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, uploaded = make_model(tmp_path / "base"), tmp_path / "uploaded"
+    with serving({}, uploaded if is_allowed else None) as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.endpoint)
+        monkeypatch.setattr("huggingface_hub.hf_api.ENDPOINT", hub.endpoint, raising=False)
+        monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
+
+        code = export(base, tmp_path / "made", "safetensors", "--push", "me/mine", "--private")
+
+    printed = capsys.readouterr()
+    made = {file.name: file.read_bytes() for file in (tmp_path / "made").iterdir()}
+    if is_allowed:
+        assert code == 0, printed.err
+        assert {file.name: file.read_bytes() for file in uploaded.iterdir()} == made
+        assert (hub.made[0]["name"], hub.made[0]["organization"]) == ("mine", "me")
+        assert hub.made[0].get("private") or hub.made[0].get("visibility") == "private"
+        assert f"pushed to {hub.endpoint}/me/mine" in printed.out
+    else:
+        assert code == 1
+        assert "--push me/mine: the hub does not take it" in printed.err
+        assert "model.safetensors" in made
 
 
 def test_a_folder_of_a_run_has_no_place_of_this_machine(tmp_path: Path) -> None:
