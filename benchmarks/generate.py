@@ -154,6 +154,7 @@ def _generated(
         max_new_tokens=count,
         min_new_tokens=count,
         pad_token_id=0,
+        prefill_chunk_size=args.chunk,
         stopping_criteria=transformers.StoppingCriteriaList([clock]),
     )
     return clock.times
@@ -254,6 +255,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(MODELS), default="qwen3-1.7b")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 256])
     parser.add_argument("--context", type=int, default=512, help="the mean number of tokens attended to")
+    parser.add_argument("--chunk", type=int, default=None, help="tokens of a prompt that are read at once")
     parser.add_argument("--new", type=int, default=32, help="new tokens, at least 8")
     return parser.parse_args()
 

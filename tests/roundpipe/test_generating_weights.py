@@ -258,3 +258,17 @@ def test_packed_weights_and_adapters_stay_too(llama: LlamaForCausalLM, tmp_path:
     assert not torch.equal(tokens, generated(llama))
     # 16 layers' worth of 32 bits became 4, embeddings and adapters did not.
     assert nbytes < 0.4 * weights_of(llama)
+
+
+def test_what_helps_is_told_where_memory_is_too_small_for_keys_and_values(llama: LlamaForCausalLM) -> None:
+    with Runtime("cpu:1", device_memory_bytes=int(0.25 * weights_of(llama))) as runtime:
+        model = wrapped(llama, runtime)
+
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            generated(model, num_return_sequences=64, do_sample=True)
+
+        assert any("fewer sequences at once" in note for note in raised.value.__notes__)
+        raised.value.__traceback__ = None
+        del raised
+        # What fits goes on.
+        assert generated(model).shape == (2, PROMPTS.shape[1] + NUM_TOKENS)

@@ -27,7 +27,7 @@ from rp_engine.execution.call import Call, Streams
 from rp_engine.execution.caller_slots import CallerSlots
 from rp_engine.execution.effects.later import refuse
 from rp_engine.execution.exchange import Aborted, Exchange
-from rp_engine.execution.shortage.advice import Shortage, explanation, remedies
+from rp_engine.execution.shortage.advice import Shortage, advice, explanation
 from rp_engine.execution.shortage.ran_out import clear_frames
 from rp_engine.execution.shortage.slots import TaskSlots
 from rp_engine.execution.stage.workplace import Workplace
@@ -293,7 +293,7 @@ class Run:
         # After the wake-up and without the lock: formatting the error and clearing frames may run users' code.
         add_note(error, f"RoundPipe: in model {self.call.name!r}, {where}")
         if is_out_of_memory(error):
-            add_note(error, remedies(self.call.num_microbatches, self.call.grain, is_planned=self.call.is_planned))
+            add_note(error, advice(self.call))
             clear_frames(error)
         self._late.note(error)
         if self._adds_gradients:

@@ -43,8 +43,39 @@ def remedies(microbatches: int, grain: str, *, is_planned: bool) -> str:
     ]
     if grain == "stage":
         found.append('recompute_grain="layer": activations of one layer at a time, except in the fused stage')
+    return _numbered(found)
+
+
+def remedies_with_state() -> str:
+    """List what helps a call whose layers write state, such as those of `generate`.
+
+    >>> print(remedies_with_state())
+    RoundPipe: to need less memory, try in this order:
+      1. prompts in pieces: generate(prefill_chunk_size=...); layers work on one piece at a time
+      2. fewer sequences at once: a smaller batch, num_return_sequences or num_beams
+      3. shorter prompts, or fewer max_new_tokens: keys and values take memory for each token
+      4. more devices, which share the layers (ROUNDPIPE_DEVICES)
+    """
+    return _numbered(
+        [
+            "prompts in pieces: generate(prefill_chunk_size=...); layers work on one piece at a time",
+            "fewer sequences at once: a smaller batch, num_return_sequences or num_beams",
+            "shorter prompts, or fewer max_new_tokens: keys and values take memory for each token",
+            "more devices, which share the layers (ROUNDPIPE_DEVICES)",
+        ]
+    )
+
+
+def _numbered(found: Sequence[str]) -> str:
     lines = [f"  {rank}. {words}" for rank, words in enumerate(found, 1)]
     return "\n".join(["RoundPipe: to need less memory, try in this order:", *lines])
+
+
+def advice(call: Call) -> str:
+    """List what helps a call that has failed for want of device memory."""
+    if call.holds_state:
+        return remedies_with_state()
+    return remedies(call.num_microbatches, call.grain, is_planned=call.is_planned)
 
 
 def explanation(call: Call, shortages: Sequence[Shortage]) -> str:
