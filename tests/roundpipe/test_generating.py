@@ -9,12 +9,16 @@ import pytest
 import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
 from roundpipe.optim import AdamW
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
 from torch import nn
 from transformers import (
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessorList,
+    PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -57,29 +61,49 @@ def wrapped(llama: LlamaForCausalLM, runtime: Runtime) -> RoundPipe:
     return model
 
 
-def generated(model: Any, prompts: torch.Tensor = PROMPTS, **options: Any) -> torch.Tensor:
+def generated(model: Any, prompts: torch.Tensor = PROMPTS, **options: Any) -> Any:
     torch.manual_seed(1)
+    if isinstance(model, LlamaForCausalLM):
+        prompts = prompts.to(model.device)
     mask = (prompts != 0).long()
     return model.generate(prompts, attention_mask=mask, max_new_tokens=6, min_new_tokens=6, **options)
+
+
+def on_the_device(llama: LlamaForCausalLM, wrapped: RoundPipe) -> LlamaForCausalLM:
+    """The model where the wrapped one runs: GPUs round otherwise, and draw otherwise."""
+    return copy.deepcopy(llama).to(wrapped.runtime.lanes[0].device.torch_device)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_those_of_the_model_itself(way: str, llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
     prompts = PROMPTS[:1] if way == "prompt lookup" else PROMPTS
-    expected = generated(llama, prompts, **WAYS[way])
+    expected = generated(on_the_device(llama, wrapped), prompts, **WAYS[way])
 
-    assert torch.equal(generated(wrapped, prompts, **WAYS[way]), expected)
+    assert torch.equal(generated(wrapped, prompts, **WAYS[way]), expected.cpu())
 
 
 def test_scores_are_those_of_the_model_itself(llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
     asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    expected: Any = generated(llama, **asked)
+    expected: Any = generated(on_the_device(llama, wrapped), **asked)
 
     found: Any = generated(wrapped, **asked)
 
-    assert torch.equal(found.sequences, expected.sequences)
+    assert torch.equal(found.sequences, expected.sequences.cpu())
     for one, other in zip(found.scores + found.logits, expected.scores + expected.logits, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one, other.cpu(), rtol=1e-5, atol=1e-6)
+
+
+def test_text_ends_at_strings_that_the_tokenizer_knows(llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
+    inner = Tokenizer(BPE(vocab={chr(ord("A") + token): token for token in range(40)}, merges=[]))
+    inner.decoder = ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="A")
+    prompt = PROMPTS[:1]
+    third = int(llama.generate(prompt, max_new_tokens=3, min_new_tokens=3)[0, -1])
+    asked = {"max_new_tokens": 8, "stop_strings": [chr(ord("A") + third)], "tokenizer": tokenizer}
+    expected = llama.generate(prompt, **asked)
+    assert expected.shape[1] <= prompt.shape[1] + 3
+
+    assert torch.equal(wrapped.generate(prompt, **asked), expected)
 
 
 def test_what_steps_have_learned_is_there(llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:

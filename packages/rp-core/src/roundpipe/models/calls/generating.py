@@ -36,6 +36,10 @@ def generated(
     return rp_batch.map_leaves(lambda leaf: leaf.to(home) if isinstance(leaf, torch.Tensor) else leaf, found)
 
 
+# What the loop is given for itself, and hands to forward, too, which has no use for it.
+_OF_THE_LOOP = frozenset({"tokenizer", "assistant_tokenizer"})
+
+
 class _Forward:
     """A forward that computes all logits where a model slices between its layers what only the last ones need."""
 
@@ -47,6 +51,7 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it. The loop reads the last position's logits."""
+        kwargs = {name: value for name, value in kwargs.items() if name not in _OF_THE_LOOP}
         if kwargs.get("use_cache") and all(kwargs.get(name) is None for name in self._caches):
             # The loop would give the next token alone to a forward that has forgotten those before it.
             raise ValueError(
