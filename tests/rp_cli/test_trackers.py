@@ -33,7 +33,7 @@ def trained(run: Path, kind: str, *more: str) -> None:
     """A run of its own process: trackers keep threads and open runs."""
     data = run.parent / "data.txt"
     data.write_text("some words to learn, again and again\n" * 60)
-    command = ["train", "--data", str(data), "--output", str(run), "--report", "jsonl", kind, *GIVEN, *more]
+    command = ["train", "--data", str(data), "--output", str(run), "--report", f"jsonl,{kind}", *GIVEN, *more]
     subprocess.run([sys.executable, "-m", "rp_cli", *command], check=True, timeout=100, stdin=subprocess.DEVNULL)
 
 

@@ -37,7 +37,7 @@ _DTYPE = one_of(
     hints={"float16": "; float16 needs scaled losses, which this command does not have: use bfloat16"},
 )
 _SEED = whole(0, 2**63 - 1, bounds="from 0 to 2**63 - 1")
-_REPORTS = several(one_of(("jsonl", "tensorboard", "wandb", "trackio", "mlflow"), "KIND"))
+_REPORTS = several(one_of(("jsonl", "tensorboard", "wandb", "trackio", "mlflow"), "KIND"), apart_by=",")
 _NEEDS_OUTPUT = ("output", ", the folder to keep it in")
 
 

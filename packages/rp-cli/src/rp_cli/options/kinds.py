@@ -45,11 +45,16 @@ DEVICES = Kind("DEVICES", _as_given, is_place=True)
 TEXT = Kind("TEXT", _as_given)
 
 
-def several(kind: Kind) -> Kind:
-    """One or more values of a kind, as a tuple."""
+def several(kind: Kind, *, apart_by: str | None = None) -> Kind:
+    """One or more values of a kind, as a tuple. `apart_by`: what may stand between them beside spaces.
+
+    >>> several(one_of(["a", "b"]), apart_by=",").read("--kinds", ["a,b"])
+    ('a', 'b')
+    """
 
     def read(flag: str, texts: list[str]) -> tuple[Any, ...]:
-        return tuple(kind.read(flag, text) for text in texts)
+        apart = texts if apart_by is None else [part for text in texts for part in text.split(apart_by)]
+        return tuple(kind.read(flag, text) for text in apart)
 
     return listed(kind.metavar, read, kind.schema, is_place=kind.is_place)
 
