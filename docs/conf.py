@@ -1,12 +1,17 @@
 """How Sphinx builds the site: `uv run --group docs sphinx-build -W --keep-going -q -b html docs docs/_build`."""
 
 import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from site_of_docs import OPTIONS, commands, write_list
 
 project = "RoundPipe"
 author = "The RoundPipe authors"
 copyright = "the RoundPipe authors, Apache-2.0"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 # Of names that several classes have, such as `step`, any will do.
 suppress_warnings = ["ref.python"]
@@ -16,6 +21,11 @@ myst_heading_anchors = 3
 
 html_theme = "furo"
 html_title = "RoundPipe"
+# Copied without prompts, and without what a command prints.
+copybutton_prompt_text = "$ "
+copybutton_line_continuation_character = "\\"
+# Sources are beside the pages, as Markdown: `llms.txt` lists them.
+html_copy_source = True
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 
@@ -39,7 +49,13 @@ if os.environ.get("ROUNDPIPE_DOCS_ONLINE") == "1":
 def setup(app):
     """Lead links that work in the repository to the page that the site has for the same file."""
     app.connect("source-read", _lead_to_pages)
+    app.connect("source-read", _tell_options)
+    app.connect("build-finished", write_list)
 
 
 def _lead_to_pages(_app, _page, source):
     source[0] = source[0].replace("](../CONTRIBUTING.md", "](contributing.md")
+
+
+def _tell_options(_app, _page, source):
+    source[0] = source[0].replace(OPTIONS, commands())

@@ -1,0 +1,43 @@
+"""The page of commands has every option that the command line takes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from types import ModuleType
+
+import pytest
+from pages import ROOT
+from rp_cli.arguments import COMMANDS
+from rp_cli.main import main
+
+
+@pytest.fixture(scope="module")
+def site() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("site_of_docs", ROOT / "docs/site_of_docs.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_option_that_help_tells_of_is_on_the_page(
+    name: str, site: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    told = set(re.findall(r"^  (--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE)) - {"--schema"}
+    section = site.commands().partition(f"## roundpipe {name}\n")[2].partition("\n## ")[0]
+
+    assert told
+    assert told <= set(re.findall(r"--[a-z0-9-]+", section))
+
+
+def test_the_page_asks_for_the_options(site: ModuleType) -> None:
+    assert site.OPTIONS in (ROOT / "docs/commands.md").read_text()
+
+
+def test_a_help_text_is_shown_as_it_is(site: ModuleType) -> None:
+    assert site._escaped("a|b of *x*, --lora-bias `--c d`") == r"a\|b of \*x\*, `--lora-bias` `--c d`"
