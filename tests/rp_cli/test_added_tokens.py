@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -85,14 +86,14 @@ def test_embeddings_are_enlarged_trained_and_saved(place: str) -> None:
     assert again[:3] == losses
 
 
-def first_loss(model: Any) -> float:
+def first_loss(model: Any, size: int = 2) -> float:
     from rp_cli.finetune.data.batches import Sequences
     from rp_cli.finetune.data.rows.documents import read_samples
     from rp_cli.finetune.data.tokens import Reader
 
     reader = Reader(AutoTokenizer.from_pretrained("more"), sequence=24, completions_only=False)
     documents = reader.read(read_samples("--data", [Path("a.jsonl")]))
-    batch = Sequences(documents, size=24, packing=False, seed=0).batch(0, 2, pad=0)
+    batch = Sequences(documents, size=24, packing=False, seed=0).batch(0, size, pad=0)
     with torch.no_grad():
         return float(model.eval()(**batch).loss)
 
@@ -124,6 +125,13 @@ def test_adapters_train_the_new_rows_or_are_refused(
     logits = model(torch.tensor([[size - 1, size - 2]])).logits
     assert logits.shape == (1, 2, size)
     assert logits.isfinite().all()
+    capsys.readouterr()
+
+    # Evaluated with all rows, as PEFT loads it onto the enlarged model.
+    evaluated = ["--data", "a.jsonl", "--no-packing", "--batch", "6", "--devices", "cpu:1", "--json"]
+    assert main(["eval", "run", *evaluated]) == 0
+    expected = first_loss(model, 6)
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.usefixtures("place", "no_model")

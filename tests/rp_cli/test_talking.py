@@ -149,6 +149,37 @@ def test_an_adapter_speaks_with_its_model(model: Path, tmp_path: Path) -> None:
     assert generate(adapter, prompts, tmp_path / "more.jsonl") == 2
 
 
+def test_an_adapter_for_more_layers_or_other_sizes_is_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peft: Any = pytest.importorskip("peft")
+    prompts = json_lines(tmp_path / "prompts.jsonl", PROMPTS)
+    config = AutoModelForCausalLM.from_pretrained(model).config
+    others = {
+        "is for a model of more layers": {"num_hidden_layers": config.num_hidden_layers + 1, "layer_types": None},
+        "size mismatch": {"hidden_size": 2 * config.hidden_size},
+    }
+    for told, sizes in others.items():
+        other = type(config)(**{**config.to_dict(), **sizes})
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
+        adapter = tmp_path / told
+        peft.get_peft_model(AutoModelForCausalLM.from_config(other), lora).save_pretrained(adapter)
+
+        assert generate(adapter, prompts, tmp_path / "said.jsonl", "--base", str(model)) == 2
+        assert told in capsys.readouterr().err
+        assert main(["merge", str(adapter), "--base", str(model), "--output", str(tmp_path / "merged")]) == 2
+        assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--prompts", "--output"])
+def test_both_files_must_be_given(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"--prompts": "prompts.txt", "--output": "said.jsonl"}
+    others = [word for name, file in given.items() if name != flag for word in (name, file)]
+
+    assert main(["generate", "run", *others]) == 2
+    assert f"{flag} must be given: a file to" in capsys.readouterr().err
+
+
 def test_a_conversation_goes_on_until_it_is_reset(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

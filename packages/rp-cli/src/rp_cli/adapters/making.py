@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from rp_checkpoint.files.tensor_file import catalogue
 from rp_trainer.errors import Refused
 from torch import nn
 
@@ -55,21 +56,48 @@ def adapt(model: nn.Module, adapters: Adapters | Continued) -> nn.Module:
 
 def _continued(model: Any, folder: Path) -> nn.Module:
     """Put the adapter in a folder on a model, ready to be trained; on the meta device only its form."""
-    from peft import PeftModel, get_peft_model
+    from peft import get_peft_model
 
-    loader, add = cast("tuple[Any, Any]", (PeftModel, get_peft_model))
+    add: Any = get_peft_model
     config = start_of(folder)
     # For who loads it later: the adapter may have come from a place that is not there.
     config.base_model_name_or_path = getattr(model, "name_or_path", "") or config.base_model_name_or_path
     is_meta = any(parameter.is_meta for parameter in model.parameters())
-    with refusing_all(f"--init-adapter {folder} does not fit the model: ", told), _quiet():
+    what = f"--init-adapter {folder} does not fit the model: "
+    if not is_meta:
+        return put_on(model, folder, what, config=config, is_trainable=True)
+    with refusing_all(what, told), _quiet(), torch.device("meta"):
+        return cast(nn.Module, add(model, config))
+
+
+def put_on(model: nn.Module, folder: Path, what: str, **more: Any) -> nn.Module:
+    """Load the adapter in a folder onto a model, in place; return PEFT's model. `more`: of `from_pretrained`.
+
+    Raises `Refused`, which begins with `what`, for an adapter that does not fit the model.
+    """
+    check_installed()
+    from peft import PeftModel
+
+    loader: Any = PeftModel
+    given: dict[str, Any] = {"torch_device": "cpu", "local_files_only": True, "trust_remote_code": False, **more}
+    with refusing_all(what, told), _quiet():
         warnings.filterwarnings("error", _INCOMPLETE)
-        if is_meta:
-            with torch.device("meta"):
-                return cast(nn.Module, add(model, config))
-        return loader.from_pretrained(
-            model, str(folder), config=config, is_trainable=True, torch_device="cpu", trust_remote_code=False
-        )
+        made = loader.from_pretrained(model, str(folder), **given)
+        check_layers(made, folder)
+    return made
+
+
+def check_layers(model: nn.Module, folder: Path) -> None:
+    """Raise `Refused` if an adapter, put on a model, is for more layers, which PEFT leaves out without a word."""
+    for key in catalogue(folder / "adapter_model.safetensors"):
+        module: Any = model
+        for name in key.split("."):
+            if isinstance(module, nn.ModuleList) and name.isdecimal() and int(name) >= len(module):
+                raise Refused(
+                    f"the adapter in {folder} is for a model of more layers: it has {key}, but the model has "
+                    f"{len(module)}; name the one that it was trained for"
+                )
+            module = getattr(module, name, None)
 
 
 def start_of(folder: Path) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
+from rp_checkpoint.files.tensor_file import catalogue
 from rp_trainer.errors import Refused
 from torch import nn
 
@@ -18,6 +20,18 @@ def grow(model: nn.Module, tokens: int | None) -> nn.Module:
     embeddings: Any = any_model.get_input_embeddings().weight
     if tokens is not None and tokens > len(embeddings):
         any_model.resize_token_embeddings(tokens, mean_resizing=not embeddings.is_meta)
+    return model
+
+
+def grown_for(model: nn.Module, adapter: Path) -> nn.Module:
+    """Enlarge embeddings to those that the adapter in a folder saves whole, if any; return the model."""
+    inputs = cast(Any, model).get_input_embeddings()
+    name = next(name for name, module in _modules(model) if module is inputs)
+    saved = catalogue(adapter / "adapter_model.safetensors")
+    rows = next((one.shape[0] for key, one in saved.items() if key.endswith(f"{name}.weight")), 0)
+    if rows > len(inputs.weight):
+        # The adapter has all rows: nothing is drawn.
+        cast(Any, model).resize_token_embeddings(rows, mean_resizing=False)
     return model
 
 

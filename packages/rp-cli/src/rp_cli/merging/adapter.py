@@ -12,6 +12,7 @@ import torch
 from rp_trainer.errors import Refused
 from torch import nn
 
+from rp_cli.adapters.making import check_layers
 from rp_cli.strangers.code import told
 from rp_cli.strangers.refusing import refusing_all
 
@@ -187,6 +188,7 @@ def _loaded(base: nn.Module, folder: Path, config: Any) -> Any:
         trust_remote_code=False,
     )
     missing = [name for name, one in _tensors(made) if one.is_meta]
+    check_layers(made, folder)
     if missing:
         raise Refused(f"the adapter in {folder} must have all its weights, but lacks {missing[0]}; copy it again")
     return made

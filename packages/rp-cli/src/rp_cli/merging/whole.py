@@ -11,7 +11,7 @@ import torch
 from rp_presets import DamagedFile, Streamed, streamed, unasked
 from rp_trainer.errors import Refused
 
-from rp_cli.adapters.vocabulary import grow
+from rp_cli.adapters.vocabulary import grown_for
 from rp_cli.finetune.model import without_bars
 from rp_cli.merging.adapter import Adapter
 from rp_cli.merging.weights import NOT_PACKED, BaseWeights, MergedWeights, Packing
@@ -80,20 +80,7 @@ def _packing(found: Streamed, source: Source) -> Packing:
 
 def _adapter(found: Streamed, folder: Path) -> Adapter:
     """Build the adapter, on embeddings that are as large as those that it has."""
-    rows = _rows(found.model, folder)
-    if rows is not None:
-        grow(found.model, rows)
-    return Adapter(found.model, folder)
-
-
-def _rows(model: Any, folder: Path) -> int | None:
-    """Return the rows of embeddings that an adapter saves whole; None if it does not."""
-    from rp_checkpoint.files.tensor_file import catalogue
-
-    inputs = model.get_input_embeddings()
-    name = next(name for name, module in model.named_modules() if module is inputs)
-    saved = catalogue(folder / "adapter_model.safetensors")
-    return next((one.shape[0] for key, one in saved.items() if key.endswith(f"{name}.weight")), None)
+    return Adapter(grown_for(found.model, folder), folder)
 
 
 def check_output(folder: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from rp_trainer.errors import Refused
+
 from rp_cli.options import shared
 from rp_cli.options.declared import option
 from rp_cli.options.kinds import DEVICES, FLAG, TEXT, number, one_of, path, whole
@@ -78,3 +80,12 @@ class GenerateOptions(TalkOptions):
     batch: int = option("prompts that are completed together", shared.BATCH, "16")
     overwrite: bool = option("replace --output", FLAG, False)
     quiet: bool = option("print nothing but warnings and errors", FLAG, False)
+
+    def __post_init__(self) -> None:
+        """Refuse options that are missing."""
+        given: dict[str, object] = {"--prompts": self.prompts, "--output": self.output}
+        missing = [flag for flag, value in given.items() if value is None]
+        if missing:
+            raise Refused(
+                f"{missing[0]} must be given: a file to {'read' if missing[0] == '--prompts' else 'write'}"
+            )

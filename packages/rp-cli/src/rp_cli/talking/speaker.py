@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from rp_trainer.errors import Refused
 from rp_trainer.processes import ALONE
 from torch import nn
 
+from rp_cli.adapters.making import put_on
+from rp_cli.adapters.vocabulary import grown_for
 from rp_cli.finetune.devices import chosen, opened
 from rp_cli.finetune.model import without_bars
 from rp_cli.hub.models import called
@@ -152,20 +155,15 @@ def _loaded(source: Source, runtime: Runtime, dtype: torch.dtype, name: str) -> 
     ):
         warnings.simplefilter("ignore", FutureWarning)
         check_checkpoint(source.model)
-        adapt = None if source.adapter is None else partial(_with_adapter, source=source)
+        adapt = None if source.adapter is None else partial(_with_adapter, folder=source.adapter)
         given: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False, "runtime": runtime, "name": name}
         model = from_pretrained(source.model, adapt=adapt, use_sequential_preset=True, **given)
     assert isinstance(model, RoundPipe)
     return model.eval()
 
 
-def _with_adapter(model: nn.Module, source: Source) -> nn.Module:
-    try:
-        from peft import PeftModel
-    except ImportError:
-        raise Refused("an adapter needs PEFT: pip install 'rp-cli[lora]'") from None
-    loader: Any = PeftModel
-    return loader.from_pretrained(model, str(source.adapter), local_files_only=True, trust_remote_code=False)
+def _with_adapter(model: nn.Module, folder: Path) -> nn.Module:
+    return put_on(grown_for(model, folder), folder, f"the adapter in {folder} cannot be put on its model: ")
 
 
 def _sampling(options: TalkOptions, tokenizer: Any) -> dict[str, Any]:
