@@ -221,7 +221,11 @@ def test_what_suits_the_small_model_gives_way_to_what_is_given() -> None:
     assert (options.betas, options.num_microbatch, options.steps, options.held_out) == (None, None, None, 0)
 
 
-@pytest.mark.parametrize("given", [{}, {"model": "m", "data": ["d"], "output": "o", "lora": "8"}])
+# With the second, all options have what they need.
+_FINE_TUNING = {"model": "m", "data": ["d"], "output": "o", "lora": "8", "eval_every": "5", "early_stopping": "2"}
+
+
+@pytest.mark.parametrize("given", [{}, _FINE_TUNING])
 def test_an_option_that_is_given_its_default_changes_nothing(given: dict[str, Any]) -> None:
     options, before = declared(FineTuning), read(FineTuning, Given(**given))
     others = Reading(options, Given(**given))
