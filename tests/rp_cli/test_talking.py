@@ -171,6 +171,23 @@ def test_an_adapter_for_more_layers_or_other_sizes_is_refused(
         assert told in capsys.readouterr().err
 
 
+def test_an_adapter_that_learns_a_prompt_is_refused_before_anything_is_written(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peft: Any = pytest.importorskip("peft")
+    prompts = json_lines(tmp_path / "prompts.jsonl", PROMPTS)
+    config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    adapter = tmp_path / "adapter"
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(adapter)
+
+    assert generate(adapter, prompts, tmp_path / "said.jsonl") == 2
+    data = json_lines(tmp_path / "data.jsonl", [{"text": words(number, 8)} for number in range(4)])
+    assert main(["eval", str(adapter), "--data", str(data), "--sequence", "16"]) == 2
+
+    assert capsys.readouterr().err.count("is a PROMPT_TUNING, which learns a prompt") == 2
+    assert not (tmp_path / "said.jsonl").exists()
+
+
 @pytest.mark.parametrize("flag", ["--prompts", "--output"])
 def test_both_files_must_be_given(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = {"--prompts": "prompts.txt", "--output": "said.jsonl"}

@@ -84,6 +84,9 @@ def put_on(model: nn.Module, folder: Path, what: str, **more: Any) -> nn.Module:
         warnings.filterwarnings("error", _INCOMPLETE)
         made = loader.from_pretrained(model, str(folder), **given)
         check_layers(made, folder)
+    if made.active_peft_config.is_prompt_learning:
+        kind = made.active_peft_config.peft_type.value
+        raise Refused(f"the adapter in {folder} is a {kind}, which learns a prompt; this command takes none")
     return made
 
 

@@ -35,8 +35,8 @@ def prompts_in(file: Path, system: str | None) -> list[Prompt]:
     if system is not None and not is_json:
         raise Refused("--system begins conversations, but --prompts has texts; give JSON lines with 'messages'")
     found = [
-        _of_json(f"--prompts {file}:{number}", line, system) if is_json else Prompt("", {"prompt": line}, line)
-        for number, line in enumerate(lines, 1)
+        _of_json(place, line, system) if is_json else Prompt(place, {"prompt": line}, line)
+        for place, line in ((f"--prompts {file}:{number}", line) for number, line in enumerate(lines, 1))
         if line.strip()
     ]
     if not found:
