@@ -79,10 +79,10 @@ def put_on(model: nn.Module, folder: Path, what: str, **more: Any) -> nn.Module:
     from peft import PeftModel
 
     loader: Any = PeftModel
-    given: dict[str, Any] = {"torch_device": "cpu", "local_files_only": True, "trust_remote_code": False, **more}
+    given: dict[str, Any] = {"torch_device": "cpu", "local_files_only": True, **more}
     with refusing_all(what, told), _quiet():
         warnings.filterwarnings("error", _INCOMPLETE)
-        made = loader.from_pretrained(model, str(folder), **given)
+        made = loader.from_pretrained(model, str(folder), trust_remote_code=False, **given)
         check_layers(made, folder)
     if made.active_peft_config.is_prompt_learning:
         kind = made.active_peft_config.peft_type.value
