@@ -120,8 +120,8 @@ def test_several_devices_bring_what_does_not_fit_on_them_together(llama: LlamaFo
         tokens, nbytes = uploaded(wrapped(llama, runtime), tmp_path)
 
     assert torch.equal(tokens, generated(llama))
-    # Each device would bring more than half of the weights for each token if both ran all layers.
-    assert nbytes < (0.75 * NUM_TOKENS + 1) * weights_of(llama)
+    # If both ran all layers, each would bring more than half of the weights for each token, and all for the first.
+    assert nbytes < NUM_TOKENS * weights_of(llama)
 
 
 def test_keys_and_values_that_grow_take_the_memory_of_weights(llama: LlamaForCausalLM, tmp_path: Path) -> None:

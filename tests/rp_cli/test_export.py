@@ -76,6 +76,56 @@ def test_safetensors_are_the_merged_model(tmp_path: Path) -> None:
     assert all(torch.equal(one, whole[name]) for name, one in plain.items())
 
 
+def written(model: Path, file: Path, kind: Any = gguf.GGMLQuantizationType.F32, **changed: Any) -> Path:
+    """A GGUF file by gguf's own writer, with llama.cpp's order of rotary rows. `changed`: by tensor."""
+    state = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 8)
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(8)
+    for name, value in state.items():
+        target = names.get_name(name, try_suffixes=(".weight",))
+        array = value.float().numpy()
+        if name.endswith("q_proj.weight"):
+            array = array.reshape(4, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+        array = changed.get(target.replace(".", "_"), lambda same: same)(array)
+        if array is not None:
+            # Blocks of eight bits have 32 numbers; norms stay as they are.
+            own = gguf.GGMLQuantizationType.F32 if array.ndim == 1 or array.shape[1] % 32 else kind
+            writer.add_tensor(target, gguf.quants.quantize(np.ascontiguousarray(array), own), raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
+def test_values_that_are_rounded_to_a_files_type_are_the_models(tmp_path: Path, kind: str) -> None:
+    base = make_model(tmp_path / "base", "llama")
+
+    file = written(base, tmp_path / "model.gguf", gguf.GGMLQuantizationType[kind])
+
+    assert "tensors are the model's, " in check_model(file, base)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda array: array + 0.01 * (np.arange(array.size).reshape(array.shape) == 3), "differ"),
+        (lambda array: array[:-1], "differ"),
+        (lambda _: None, r"\(missing\) differ"),
+    ],
+    ids=["another value", "fewer rows", "no tensor"],
+)
+def test_a_file_with_other_values_is_told_by_the_tensors_name(tmp_path: Path, change: Any, what: str) -> None:
+    base = make_model(tmp_path / "base", "llama")
+
+    file = written(base, tmp_path / "model.gguf", blk_0_ffn_up_weight=change)
+
+    with pytest.raises(Unwritable, match=rf"blk\.0\.ffn_up\.weight {what}"):
+        check_model(file, base)
+
+
 @needs_llama_cpp
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
