@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -548,3 +549,20 @@ def test_any_row_trains_the_same_everywhere_or_is_refused(
 
 def _or_zero(grads: Any, zeros: Any) -> Any:
     return {name: zeros[name] if grad is None or not grad.any() else grad for name, grad in grads.items()}
+
+
+class RoundsOtherwise(nn.Module):
+    """As a processor's kernels, which may be chosen by where memory lies."""
+
+    signs: ClassVar = itertools.cycle([1.0, -1.0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + next(self.signs) * 1e-7)
+
+
+def test_a_layer_that_rounds_otherwise_in_a_second_run_is_no_impure_one(runtime: Runtime) -> None:
+    model = RoundPipe(nn.Sequential(nn.Linear(4, 4), RoundsOtherwise()), runtime=runtime)
+
+    loss = model.forward_backward((torch.ones(4, 4),), loss_fn=lambda output, _: output.sum())
+
+    assert loss.isfinite()

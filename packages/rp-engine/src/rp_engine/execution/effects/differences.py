@@ -130,6 +130,19 @@ def largest(found: dict[str, Difference]) -> Difference:
     return max(found.values(), key=lambda each: each.share)
 
 
+def beyond_roundings(found: dict[str, Difference], dtype: torch.dtype) -> dict[str, Difference]:
+    """Those of the differences that kernels do not explain which a processor chooses by where memory lies.
+
+    >>> found = differences(torch.tensor([1.0, 0.0]), torch.tensor([1.0000001, 0.0]))
+    >>> beyond_roundings(found, torch.float32)
+    {}
+    """
+    eps = torch.finfo(dtype).eps
+    return {
+        path: each for path, each in found.items() if "elements" in each.words or each.share > _ROUNDINGS * eps
+    }
+
+
 def beyond_noise(
     found: dict[str, Difference], noise: dict[str, Difference], dtype: torch.dtype
 ) -> dict[str, Difference]:

@@ -26,7 +26,13 @@ from rp_engine.execution.effects.attributes import (
     with_graph,
 )
 from rp_engine.execution.effects.copies import changed, copied, entered
-from rp_engine.execution.effects.differences import Difference, beyond_noise, differences, largest
+from rp_engine.execution.effects.differences import (
+    Difference,
+    beyond_noise,
+    beyond_roundings,
+    differences,
+    largest,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,8 +65,8 @@ Rerun = Callable[[Any], Any]
 class Subject:
     """The layer that is examined.
 
-    `dtype`: the least precise one that it computes in. `is_exact`: two runs of it have the same bits. `compares`:
-    whether its outputs are compared, too.
+    `dtype`: the least precise one that it computes in. `is_exact`: two runs of it differ by roundings at most.
+    `compares`: whether its outputs are compared, too.
     """
 
     name: str
@@ -187,8 +193,11 @@ def _refuse_other_output(subject: Subject, output: Any, found: Any, once_more: C
     differing = differences(output, found)
     if not differing:
         return
-    if not subject.is_exact:
-        differing = beyond_noise(differing, differences(found, once_more()), subject.dtype)
+    differing = (
+        beyond_roundings(differing, subject.dtype)
+        if subject.is_exact
+        else beyond_noise(differing, differences(found, once_more()), subject.dtype)
+    )
     if differing:
         worst: Difference = largest(differing)
         raise ImpureLayer(_OUTPUT.format(subject.name, worst.path, worst.words))
