@@ -566,3 +566,20 @@ def test_a_layer_that_rounds_otherwise_in_a_second_run_is_no_impure_one(runtime:
     loss = model.forward_backward((torch.ones(4, 4),), loss_fn=lambda output, _: output.sum())
 
     assert loss.isfinite()
+
+
+class DrawsALittle(nn.Module):
+    """Adds two parts in a hundred of its own noise, which the engine does not seed."""
+
+    generator: ClassVar = torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + 0.02 * torch.randn(x.shape, generator=self.generator).to(x))
+
+
+def test_noise_of_ones_own_in_16_bits_is_no_rounding() -> None:
+    with Runtime("cpu:1") as runtime:
+        model = RoundPipe(nn.Sequential(nn.Linear(4, 64), DrawsALittle()).bfloat16(), runtime=runtime)
+
+        with pytest.raises(ImpureLayer, match="does not compute the same again"):
+            model.forward_backward((torch.ones(4, 4).bfloat16(),), loss_fn=lambda output, _: output.sum())
