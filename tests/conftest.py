@@ -39,6 +39,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Each process has one core to itself. To be set before torch is imported, also by programs that tests start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# MKL takes kernels by where memory lies, and they round differently; tests compare trainings bit by bit.
+os.environ.setdefault("MKL_CBWR", "AUTO")
+
 
 # No test reads or writes the plans of whoever runs it, and neither do programs that tests start.
 os.environ["RP_ENGINE_CACHE"] = "off"
