@@ -14,7 +14,6 @@ from rp_presets import UnsupportedModel, to_sequential
 # Families that are no row, with what the error says.
 IS_NO_ROW: dict[str, str] = {
     "HrmTextForCausalLM": "layer 0 is called without gradients",
-    "Inkling2ForCausalLM": "computes between its layers: before layer 2, unsqueeze",
     "ReformerModelWithLMHead": "called without gradients, or in an autograd function",
     "XLMWithLMHeadModel": "layer 1 is called out of turn",
 }

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from rp_presets.errors import NotARow, UnsupportedModel
+from rp_presets.errors import ComputesBetween, NotARow, UnsupportedModel
 from rp_presets.losses import OwnLosses
 from rp_presets.observing.candidates import lists_of_layers, spine_of
 from rp_presets.observing.imagined import own_losses
@@ -22,6 +22,9 @@ from rp_presets.rows.layer import Layer
 from rp_presets.rows.layout import RowLayout
 from rp_presets.rows.skeleton import children_of
 from rp_presets.tracing import hide_from_other_threads
+
+# Each division has the code around the layers run once more in each call, and the model observed once more.
+_MOST_CUTS = 12
 
 
 class Row(nn.Sequential):
@@ -106,12 +109,20 @@ def to_sequential(model: nn.Module, *, example_inputs: Mapping[str, Any] | None 
 def _layout(
     model: nn.Module, lists: Mapping[str, nn.ModuleList], inputs: dict[str, Any], hooks: Hooks
 ) -> tuple[RowLayout, list[Seen]]:
-    """Observe the model. Lists that are not rows, except the largest, count as code around the others."""
+    """Observe the model. Lists that are not rows, except the largest, count as code around the others.
+
+    Lists are divided where the model computes between their layers.
+    """
     refused: dict[str, str] = {}
+    cuts: dict[str, set[int]] = {path: set() for path in lists}
     while True:
-        chosen = {path: list(layers) for path, layers in lists.items() if path not in refused}
+        chosen = {path: sorted(cuts[path]) for path in lists if path not in refused}
         try:
             return _observed(model, chosen, inputs, hooks)
+        except ComputesBetween as error:
+            cuts[error.path].add(error.index)
+            if len(cuts[error.path]) > _MOST_CUTS:
+                raise
         except NotARow as error:
             refused[error.path] = error.reason
             if error.path == next(iter(lists)):
@@ -125,7 +136,7 @@ def _layout(
 
 
 def _observed(
-    model: nn.Module, chosen: Mapping[str, list[nn.Module]], inputs: dict[str, Any], hooks: Hooks
+    model: nn.Module, chosen: Mapping[str, Sequence[int]], inputs: dict[str, Any], hooks: Hooks
 ) -> tuple[RowLayout, list[Seen]]:
     cache = _takes_cache(model, spine_of(chosen))
     arguments = {**inputs, **({"use_cache": False} if cache else {})}
@@ -152,7 +163,7 @@ def _row(model: nn.Module, layout: RowLayout) -> list[nn.Module]:
     for number, segment in enumerate(layout.segments):
         if number:
             layers.append(Interlude(model, layout, number))
-        own = list(children_of(model.get_submodule(segment.path)).values())[: len(segment.results)]
+        own = list(children_of(model.get_submodule(segment.path)).values())[segment.start : segment.stop]
         layers += [Layer(layer, index, layout) for index, layer in enumerate(own)]
     return [*layers, Epilogue(model, layout)]
 

@@ -23,6 +23,14 @@ class NotARow(UnsupportedModel):
         self.reason = reason
 
 
+class ComputesBetween(NotARow):
+    """The model computes from what a layer returned before layer `index` of the list is called."""
+
+    def __init__(self, path: str, reason: str, index: int) -> None:
+        super().__init__(path, reason)
+        self.index = index
+
+
 class UnknownLoss(NotImplementedError):
     """It is unknown how a model's own loss over a batch follows from the losses of its parts.
 

@@ -90,7 +90,7 @@ def own_losses(model: nn.Module, layout: RowLayout, seen: Sequence[Seen], inputs
     def observe_in(mode: bool, batch: Mapping[str, Any]) -> OwnLoss:
         with undisturbed(model), in_session(session):
             model.train(mode)
-            bare = skeleton(model, layout.numbers(), lambda _: True, layout.spine, layout.written)
+            bare = skeleton(model, layout.starts(), lambda _: True, layout.spine, layout.written)
             _give_own_configs(bare.train(mode))
             try:
                 return observe_loss(lambda given: bare(**given, **use_cache_of(layout)), batch)

@@ -126,7 +126,8 @@ def _after_layers(carry: Carry, seen: Seen) -> Carry:
         values=values,
         boxes=dict(seen.written),
         written=frozenset(seen.written),
-        collected=carry.collected | seen.collected,
+        collected=carry.collected
+        | {key: [*carry.collected.get(key, ()), *values] for key, values in seen.collected.items()},
     )
 
 

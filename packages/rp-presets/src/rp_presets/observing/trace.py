@@ -17,7 +17,7 @@ from rp_presets.observing.randomness import generators, seed_generators
 from rp_presets.rows import capture
 from rp_presets.rows.layout import Like, RowLayout, Segment
 from rp_presets.rows.recorder import boxes_of, direct_tensors
-from rp_presets.rows.skeleton import CalledModule, Method, Stub, in_session, skeleton
+from rp_presets.rows.skeleton import CalledModule, Method, Stub, children_of, in_session, skeleton
 from rp_presets.rows.trees import contents_of, is_plain, leaves, mapped, same
 
 
@@ -37,13 +37,13 @@ class Seen:
 class Trace:
     """A `Session` in which everything runs, except that of several layers of one kind only the first does.
 
-    `lists`: the lists of layers to observe, by name.
+    `lists`: the lists of layers to observe, by name; each with the indices at which it is divided, see `Segment`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        lists: Mapping[str, Sequence[nn.Module]],
+        lists: Mapping[str, Sequence[int]],
         spine: frozenset[str],
         hooks: capture.Hooks,
     ) -> None:
@@ -51,8 +51,9 @@ class Trace:
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._autocast = torch.is_autocast_enabled(self.device.type)
         self._model = model
-        self._names = list(lists)
-        self._lists = [list(layers) for layers in lists.values()]
+        self._places = [(path, start) for path, cuts in lists.items() for start in (0, *sorted(cuts))]
+        own = {path: list(children_of(model.get_submodule(path)).values()) for path in lists}
+        self._lists = [own[path][start:] for path, start in self._places]
         self._order: list[int] = []
         self._next = 0
         self._used: defaultdict[int, set[str]] = defaultdict(set)
@@ -65,11 +66,14 @@ class Trace:
         self._of_kind: dict[Any, tuple[Any, dict[str, list[Any]]]] = {}
         self._boxes: defaultdict[int, dict[int, tuple[Any, Any]]] = defaultdict(dict)
         # By list of layers: the attributes that its layers set, with the index of the first layer that does.
-        self._written_attributes: defaultdict[int, dict[str, int]] = defaultdict(dict)
+        self._written_attributes: defaultdict[str, dict[str, int]] = defaultdict(dict)
         self._settable: set[str] = set()
         self._skeleton = skeleton(
             model,
-            {name: number for number, name in enumerate(lists)},
+            {
+                path: [(start, number) for number, (own, start) in enumerate(self._places) if own == path]
+                for path in lists
+            },
             lambda _: True,
             spine,
             self._settable,
@@ -86,7 +90,10 @@ class Trace:
 
     def layout(self, *, cache_argument: bool) -> RowLayout:
         """Return the observed layout."""
-        segments = [Segment(self._names[number], tuple(self._templates[number])) for number in self._order]
+        segments = [
+            Segment(self._places[number][0], tuple(self._templates[number]), self._places[number][1])
+            for number in self._order
+        ]
         parts = [frozenset(self._used[phase]) for phase in range(len(segments) + 1)]
         return RowLayout(
             tuple(segments),
@@ -120,10 +127,10 @@ class Trace:
         if not torch.is_grad_enabled():
             self._refuse(
                 stub.segment,
-                f"layer {stub.index} is called without gradients, or in an autograd function that has its own",
+                f"{self._name(stub)} is called without gradients, or in an autograd function that has its own",
             )
         if torch.is_autocast_enabled(self.device.type) != self._autocast:
-            self._refuse(stub.segment, f"layer {stub.index} is called inside an autocast of the model's own")
+            self._refuse(stub.segment, f"{self._name(stub)} is called inside an autocast of the model's own")
         for box in boxes_of((args, kwargs)):
             self._boxes[stub.segment].setdefault(id(box), (box, contents_of(box)))
         layer = self._lists[stub.segment][stub.index]
@@ -161,9 +168,9 @@ class Trace:
             self._next = 0
         self._assign_used(len(self._order) - 1)
         if stub.segment != self._order[-1] or stub.index != self._next:
-            raise NotARow(
-                self._names[stub.segment],
-                f"layer {stub.index} is called out of turn; in a row every layer runs once, in order",
+            self._refuse(
+                stub.segment,
+                f"{self._name(stub)} is called out of turn; in a row every layer runs once, in order",
             )
         self._next += 1
 
@@ -194,15 +201,15 @@ class Trace:
         if reads.hidden:
             self._refuse(
                 stub.segment,
-                f"layer {stub.index} reads a tensor that it neither holds nor is handed, as of a global or of an "
+                f"{self._name(stub)} reads a tensor that it neither holds nor is handed, as of a global or of an "
                 "object that layers share",
             )
         if [tensor._version for tensor in given] != versions:
-            self._refuse(stub.segment, f"layer {stub.index} writes a tensor that it is handed")
+            self._refuse(stub.segment, f"{self._name(stub)} writes a tensor that it is handed")
         if (strange := next((leaf for leaf in leaves(result) if not _can_be_passed_on(leaf)), None)) is not None:
             self._refuse(
                 stub.segment,
-                f"layer {stub.index} returns a {type(strange).__name__}, which may be another in each call, or "
+                f"{self._name(stub)} returns a {type(strange).__name__}, which may be another in each call, or "
                 "hold tensors; only tensors and None are handed on",
             )
         if changed := before.changed():
@@ -215,7 +222,7 @@ class Trace:
         if (leaf := next(strange, None)) is not None:
             self._refuse(
                 stub.segment,
-                f"layer {stub.index} is handed a {type(leaf).__name__}, which cannot be handed on: it may be "
+                f"{self._name(stub)} is handed a {type(leaf).__name__}, which cannot be handed on: it may be "
                 "written, or hold tensors",
             )
 
@@ -228,20 +235,21 @@ class Trace:
             if module not in inside:
                 self._refuse(
                     stub.segment,
-                    f"layer {stub.index} sets the attribute {name!r} of a {type(module).__name__} outside of it",
+                    f"{self._name(stub)} sets the attribute {name!r} of a {type(module).__name__} outside of it",
                 )
         module, name = changed[0]
         where = f"{inside[module]}.{name}" if inside[module] else name
         if not is_scratch(lambda given: _with_seed(lambda: layer(*given[0], **given[1])), arguments):
             self._refuse(
-                stub.segment, f"layer {stub.index} sets its attribute {where!r}, and reads it the next time"
+                stub.segment, f"{self._name(stub)} sets its attribute {where!r}, and reads it the next time"
             )
-        self._written_attributes[stub.segment].setdefault(where, stub.index)
+        self._written_attributes[self._places[stub.segment][0]].setdefault(where, self._index(stub))
         self._settable |= {name for _, name in changed}
 
     def _check_others(self) -> None:
         """Raise if a layer may read attributes that other layers set."""
-        for number, written in self._written_attributes.items():
+        for path, written in self._written_attributes.items():
+            number = self._places.index((path, 0))
             for index, layer in enumerate(self._lists[number]):
                 if holds_others(layer):
                     name, writer = next(iter(written.items()))
@@ -252,7 +260,13 @@ class Trace:
                     )
 
     def _refuse(self, segment: int, reason: str) -> NoReturn:
-        raise NotARow(self._names[segment], reason)
+        raise NotARow(self._places[segment][0], reason)
+
+    def _name(self, stub: Stub) -> str:
+        return f"layer {self._index(stub)}"
+
+    def _index(self, stub: Stub) -> int:
+        return self._places[stub.segment][1] + stub.index
 
 
 def _can_be_passed_on(leaf: Any) -> bool:

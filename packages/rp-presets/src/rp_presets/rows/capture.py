@@ -94,6 +94,15 @@ def capturing(collected: Mapping[str, Any]) -> Generator[dict[str, Any]]:
         collector.reset(token)
 
 
+def added(collected: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what layers appended to lists that began with as many entries as the running forward has by now."""
+    lists = wanted()
+    return {
+        key: values[len(lists.get(key, ())) :] if isinstance(values, list) else values
+        for key, values in collected.items()
+    }
+
+
 def deliver(collected: Mapping[str, Any]) -> None:
     """Append values that the layers collected to the lists of the running forward."""
     lists = wanted()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -72,6 +72,11 @@ class Program:
         self.past = dict(past)
         self.specs = dict(specs)
         self.truths = tuple(truths)
+
+    def with_arguments(self, changed: Callable[[Any], Any]) -> Program:
+        """Return a program that calls the layers with changed arguments."""
+        calls = [replace(call, arguments=changed(call.arguments)) for call in self.calls]
+        return Program(calls, self.empty, self.past, self.specs, self.truths)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Program) and self._read_by_layers == other._read_by_layers)

@@ -34,7 +34,7 @@ class Glue(SharesConfigs):
         self.stage = stage
         held = layout.parts[stage]
         self.at_its_code: Callable[[], object] = _nothing
-        self.model = skeleton(model, layout.numbers(), held.__contains__, layout.spine, layout.written)
+        self.model = skeleton(model, layout.starts(), held.__contains__, layout.spine, layout.written)
         self.training = model.training
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Glue:
@@ -96,7 +96,9 @@ class Interlude(Glue):
     def forward(self, carry: Carry) -> Carry:
         """Run the code between the two lists."""
         args, kwargs = standing_in(snapshots_in(carry.arguments), _device(carry))
-        return self.ahead(args, kwargs, carry, carry.arguments)
+        after = self.ahead(args, kwargs, carry, carry.arguments)
+        # The layers write the cache itself, not the snapshot that this run of the code has read.
+        return after._replace(program=after.program.with_arguments(lambda one: states_in(one, carry.arguments)))
 
 
 class Epilogue(Glue):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from rp_presets.rows.absent import Spec
 from rp_presets.rows.capture import Hooks
 from rp_presets.rows.carry import Origin
+
+# By the name of a list of layers: for each segment, the index of its first layer and its number.
+Starts: TypeAlias = Mapping[str, Sequence[tuple[int, int]]]
 
 
 class Like:
@@ -25,18 +28,29 @@ class Like:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A list of layers that run in order. `results`: the result of each, with `Like` in place of tensors."""
+    """Layers of one list that run in order, with none of the model's code between them.
+
+    `path`: the name of their list. `results`: the result of each, with `Like` in place of tensors. `start`: the
+    index of the first in the list. A list is divided where the model computes between two of its layers.
+    """
 
     path: str
     results: tuple[Any, ...]
+    start: int = 0
+
+    @property
+    def stop(self) -> int:
+        """The index after the last layer."""
+        return self.start + len(self.results)
 
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
     """The structure of a model as a row.
 
-    `segments`: its lists of layers, in the order in which they run. `spine`: the names of the modules that contain
-    them. `parts`: for the code before each segment and after the last one, the names of the modules that it calls.
+    `segments`: its lists of layers, or parts of lists, in the order in which they run. `spine`: the names of the
+    modules that contain them. `parts`: for the code before each segment and after the last one, the names of the
+    modules that it calls.
     `needed`: the origins of results and arguments that must be passed on because later code reads them.
     `cache_argument`: whether forward takes `use_cache`. `written`: names of attributes that layers set when they
     run, which code around them cannot read. `hooks`: transformers' hooks on the model.
@@ -54,6 +68,9 @@ class RowLayout:
         del memo
         return self
 
-    def numbers(self) -> Mapping[str, int]:
-        """Return the number of each segment, by the name of its list."""
-        return {segment.path: number for number, segment in enumerate(self.segments)}
+    def starts(self) -> Starts:
+        """Return where the segments of each list begin, by the name of the list."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for number, segment in enumerate(self.segments):
+            found.setdefault(segment.path, []).append((segment.start, number))
+        return found

@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from rp_presets.errors import NotARow
+from rp_presets.errors import ComputesBetween, NotARow
 from rp_presets.losses import lazy_logits
 from rp_presets.rows import capture
 from rp_presets.rows.absent import Absent, Spec, standing_in
 from rp_presets.rows.carry import BoxKey, Carry, LayerCall, Origin, Program, Value
-from rp_presets.rows.layout import RowLayout
+from rp_presets.rows.layout import RowLayout, Segment
 from rp_presets.rows.recorder import CallRecorder, boxes_of, direct_tensors
 from rp_presets.rows.skeleton import CalledModule, Method, Stub
 from rp_presets.rows.trees import Box, leaves, mapped, refill
@@ -190,13 +190,15 @@ class Run:
         lists = capture.wanted()
         if lists:
             self._layout.hooks.ensure()
-        return {key: [] if isinstance(value, list) else value for key, value in lists.items()}
+        # Hooks read how many there are: only the first of all layers adds the hidden state before it.
+        return {key: [None] * len(value) if isinstance(value, list) else value for key, value in lists.items()}
 
     def _check_turn(self, stub: Stub) -> None:
         if (stub.segment, stub.index) != (self._phase, self._position):
             if self._phase > self._stage:
                 raise Reached
-            self._refuse(f"layer {stub.index} is called out of turn; in a row every layer runs once, in order")
+            index = self._layout.segments[stub.segment].start + stub.index
+            self._refuse(f"layer {index} is called out of turn; in a row every layer runs once, in order")
 
     def _end_of_segment(self, segment: int) -> None:
         if segment == self._stage:
@@ -226,10 +228,11 @@ class Run:
         origin = (segment, "<collected>", 0)
         if segment < self._stage - 1:
             return self._again(origin)
-        self._past[origin] = mapped(Spec.of, before.collected)
+        collected = capture.added(before.collected)
+        self._past[origin] = mapped(Spec.of, collected)
         if self._is_needed(origin):
-            self._parts[origin] = before.collected
-        return before.collected
+            self._parts[origin] = collected
+        return collected
 
     def _is_needed(self, origin: Origin) -> bool:
         return self._keeps_all or origin in self._layout.needed
@@ -288,14 +291,23 @@ class Run:
     def _touched(self, what: str) -> Any:
         if self._phase > self._stage:
             raise Reached
-        self._refuse(
-            f"the model computes between its layers: before layer {self._position}, {what} reads what a layer "
-            "returned; in a row only layers read that"
+        index = self._segment.start + self._position
+        reason = (
+            f"the model computes between its layers: before layer {index}, {what} reads what a layer returned; in "
+            "a row only layers read that"
         )
+        self._raise(ComputesBetween(self._segment.path, reason, index) if self._position else None, reason)
+
+    @property
+    def _segment(self) -> Segment:
+        segments = self._layout.segments
+        return segments[min(self._phase, len(segments) - 1)]
 
     def _refuse(self, reason: str) -> NoReturn:
-        segments = self._layout.segments
-        refusal = NotARow(segments[min(self._phase, len(segments) - 1)].path, reason)
+        self._raise(None, reason)
+
+    def _raise(self, refusal: NotARow | None, reason: str) -> NoReturn:
+        refusal = refusal or NotARow(self._segment.path, reason)
         self._refusal = self._refusal or refusal
         raise refusal
 

@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, cast
@@ -107,7 +107,7 @@ _MODULE_STATE = frozenset(vars(nn.Module()))
 
 
 class Stub(nn.Module):
-    """Stands for layer `index` of the list of layers number `segment`."""
+    """Stands for layer `index` of segment number `segment`."""
 
     def __init__(self, segment: int, index: int, layer: nn.Module, facts: Facts) -> None:
         super().__init__()
@@ -265,21 +265,21 @@ def _rebound(forward: Callable[..., Any], old: nn.Module, new: nn.Module) -> Cal
 
 def skeleton(
     model: nn.Module,
-    segments: Mapping[str, int],
+    starts: Mapping[str, Sequence[tuple[int, int]]],
     is_held: Callable[[str], bool],
     spine: frozenset[str],
     written: Collection[str] = (),
 ) -> nn.Module:
     """Copy the model's modules that `spine` names, with stubs for layers and parts for other modules.
 
-    `segments`: the number of each list of layers, by name. `is_held`: whether the part with this name holds its
+    `starts`: see `Starts` of `rows.layout`. `is_held`: whether the part with this name holds its
     module. `written`: names of attributes that layers set.
     """
 
     def copied(module: nn.Module, path: str) -> nn.Module:
-        if path in segments:
+        if path in starts:
             stubs = [
-                Stub(segments[path], index, layer, Facts(layer, path, written))
+                Stub(*_place(starts[path], index), layer, Facts(layer, path, written))
                 for index, layer in enumerate(children_of(module).values())
             ]
             return _list_like(module, stubs)
@@ -294,6 +294,12 @@ def skeleton(
         return CalledModule(path, module, is_held=is_held(path))
 
     return copied(model, "")
+
+
+def _place(starts: Sequence[tuple[int, int]], index: int) -> tuple[int, int]:
+    """Return the number of the segment that a layer of a list is in, and its index there."""
+    start, segment = max(one for one in starts if one[0] <= index)
+    return segment, index - start
 
 
 def _parameters(module: nn.Module, recurse: bool = True) -> Iterable[Tensor]:
