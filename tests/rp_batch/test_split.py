@@ -6,10 +6,14 @@ import pickle
 import warnings
 from typing import Any
 
+import numpy
 import pytest
 import rp_batch
 import torch
-from rp_batch import Parts, Replicate, Split
+from examples import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rp_batch import Parts, Ragged, Replicate, SizeError, Split
 
 zeros = torch.zeros
 
@@ -145,9 +149,9 @@ def test_a_label_comes_in_exactly_as_many_parts():
 
 @pytest.mark.parametrize("sizes", [(3, -1), (1.5, 0.5), ("1", "1"), (1,)])
 def test_sizes_are_checked(sizes: Any):
-    for given in (lambda: rp_batch.split(zeros(2), 2, sizes=sizes), lambda: Parts("ab", sizes=sizes)):
+    for made in (lambda: rp_batch.split(zeros(2), 2, sizes=sizes), lambda: Parts("ab", sizes=sizes)):
         with pytest.raises(ValueError, match="one size for each of the 2 parts, an integer"):
-            given()
+            made()
 
 
 @pytest.mark.parametrize("batch_size", [-1, "4", 4.0])
@@ -325,3 +329,38 @@ def test_errors_survive_pickling():
     error = rp_batch.SizeError("args[0]", "is wrong")
     back = pickle.loads(pickle.dumps(error))
     assert (type(back), back.path, str(back)) == (rp_batch.SizeError, "args[0]", "args[0]: is wrong")
+
+
+@given(st.data())
+@settings(max_examples=examples(60))
+def test_entries_of_samples_go_with_their_samples(data):
+    counts = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
+    wanted = data.draw(st.integers(1, len(counts)))
+    dim = data.draw(st.integers(0, 1))
+    owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    entries = owners[:, None].expand(-1, 2).movedim(0, dim)
+
+    parts = rp_batch.split(
+        ((torch.arange(len(counts)), entries), {}), wanted, spec=((None, Ragged(tuple(counts), dim)), {})
+    )
+
+    for (samples, own), _ in parts:
+        expected = entries.movedim(dim, 0)[torch.isin(owners, samples)].movedim(0, dim)
+        assert torch.equal(own, expected) if expected.numel() else own is None
+
+
+def test_entries_that_are_not_those_counted_are_refused():
+    with pytest.raises(SizeError, match=r"must have the entries that its Ragged counts, 3, .* shape is \(4,\)"):
+        rp_batch.split(zeros(4), 2, spec=Ragged((1, 2)))
+
+
+@pytest.mark.parametrize("counts", [(), [1, 2], (1, -1), (1.0,), (True,)])
+def test_counts_are_whole_numbers(counts):
+    with pytest.raises(ValueError, match="counts must be a tuple"):
+        Ragged(counts)
+
+
+def test_numpy_arrays_are_split_by_counts():
+    parts = rp_batch.split(numpy.arange(5), 3, Ragged((2, 0, 3)))
+
+    assert [None if part is None else part.tolist() for part in parts] == [[0, 1], None, [2, 3, 4]]

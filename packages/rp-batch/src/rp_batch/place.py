@@ -9,7 +9,7 @@ from rp_batch import spec as specs
 from rp_batch import tree
 from rp_batch.arrays import has_dimensions
 from rp_batch.errors import SpecError
-from rp_batch.spec import Split, SplitRule
+from rp_batch.spec import Ragged, Split, SplitRule
 
 __all__ = ["Rules", "place", "spec_for_each"]
 
@@ -36,9 +36,9 @@ def _at_each_child(spec: Any, value: tree.Children, where: str) -> Rules:
 
 
 def _spread(rule: SplitRule, value: Any) -> Rules:
-    """Apply a rule to a whole node. Leaves that `Split` cannot apply to get the default rule."""
+    """Apply a rule to a whole node. Leaves that it cannot split get the default rule."""
     leaves, _ = tree.flatten(value)
-    if not isinstance(rule, Split):
+    if not isinstance(rule, Split | Ragged):
         return [rule] * len(leaves)
     return [rule if has_dimensions(item) else None for item in leaves]
 

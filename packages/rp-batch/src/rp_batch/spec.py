@@ -18,6 +18,7 @@ __all__ = [
     "Mean",
     "MergeRule",
     "Parts",
+    "Ragged",
     "Reduce",
     "Replicate",
     "Split",
@@ -59,6 +60,34 @@ class Split:
     def __repr__(self) -> str:
         """Return the expression that makes it, without defaults but `dim`."""
         return _without_defaults(self)
+
+
+@tree.leaf
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Split a dimension that has any number of entries for each sample, in the order of the samples.
+
+    A part of which no sample has an entry is None, like an argument that is not given. When merging, the same as
+    `Concat(dim)`.
+
+    >>> import torch, rp_batch
+    >>> patches = torch.arange(5)  # two of the first sample, none of the second, three of the third
+    >>> rp_batch.split(((patches,), {}), 3, spec=((Ragged((2, 0, 3)),), {}))
+    [((tensor([0, 1]),), {}), ((None,), {}), ((tensor([2, 3, 4]),), {})]
+
+    `counts`: how many entries each sample has.
+    """
+
+    counts: tuple[int, ...]
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        _check_dim(self.dim)
+        is_valid = type(self.counts) is tuple and all(type(one) is int and one >= 0 for one in self.counts)
+        if not is_valid or not self.counts:
+            raise ValueError(
+                f"counts must be a tuple of the number of entries of each sample, but is {self.counts!r}"
+            )
 
 
 @tree.leaf
@@ -209,11 +238,11 @@ class Parts(list[_Item]):
         return None if self.sizes is None else sum(self.sizes)
 
 
-SplitRule: TypeAlias = Split | Replicate | type[Parts[Any]]
+SplitRule: TypeAlias = Split | Ragged | Replicate | type[Parts[Any]]
 MergeRule: TypeAlias = Concat | Sum | Mean | First | Equal | Reduce | type[Parts[Any]]
 
-_RULES = (Split, Replicate, Concat, Sum, Mean, First, Equal, Reduce)
-_FOR_SPLITTING = "Split(dim), Replicate(), or None for the default rule"
+_RULES = (Split, Ragged, Replicate, Concat, Sum, Mean, First, Equal, Reduce)
+_FOR_SPLITTING = "Split(dim), Ragged(counts), Replicate(), or None for the default rule"
 _FOR_MERGING = (
     "Concat(dim), Sum(), Mean(), First(), Equal(), Reduce(function, initial), Parts, or None for the default rule"
 )
@@ -227,7 +256,7 @@ def is_function(spec: object) -> TypeGuard[Callable[..., Any]]:
 def split_rule(spec: Any, where: str) -> SplitRule | None:
     """Convert a spec to a split rule; None if it is a tree of specs or no spec at all."""
     rule = _normalized(spec)
-    if rule is None or isinstance(rule, (Split, Replicate)):
+    if rule is None or isinstance(rule, (Split, Ragged, Replicate)):
         return rule
     if rule is Parts:
         return Parts
@@ -239,6 +268,8 @@ def merge_rule(spec: Any) -> MergeRule | None:
     rule = _normalized(spec)
     if isinstance(rule, Split):
         return Concat(rule.dim, rule.inner)
+    if isinstance(rule, Ragged):
+        return Concat(rule.dim)
     if isinstance(rule, Replicate):
         return Equal()
     return cast("MergeRule | None", rule)

@@ -16,7 +16,7 @@ from rp_batch.arrays import has_dimensions, is_array
 from rp_batch.errors import SizeError, SpecError
 from rp_batch.place import Rules, place
 from rp_batch.sizes import read_batch_size
-from rp_batch.spec import Parts, Replicate, Split, SplitRule
+from rp_batch.spec import Parts, Ragged, Replicate, Split, SplitRule
 
 __all__ = ["Inferred", "Why", "infer"]
 
@@ -266,11 +266,12 @@ def _size_of(part: Any) -> int | None:
 def _measure(subject: Subject, rules: Rules, batch: _Batch) -> None:
     """Set the batch size from the leaves that the spec splits."""
     for index, rule in enumerate(rules):
-        if isinstance(rule, Split):
+        if isinstance(rule, Split | Ragged):
             batch.agree(_length(subject, rule, index), index)
 
 
-def _length(subject: Subject, rule: Split, index: int) -> int:
+def _length(subject: Subject, rule: Split | Ragged, index: int) -> int:
+    """Return the number of samples in a leaf."""
     value = subject.leaves[index]
     if not (isinstance(value, torch.Tensor) or is_array(value)):
         raise SpecError(
@@ -283,6 +284,8 @@ def _length(subject: Subject, rule: Split, index: int) -> int:
             f"must have the dimension of {rule}, but its shape is {tuple(_shape(value))}; correct the dimension",
         )
     entries = value.shape[rule.dim]
+    if isinstance(rule, Ragged):
+        return _checked_counts(subject, rule, index, entries)
     if entries % rule.factor:
         raise SizeError(
             subject.paths()[index],
@@ -290,6 +293,16 @@ def _length(subject: Subject, rule: Split, index: int) -> int:
             f"shape is {tuple(_shape(value))}; correct the factor",
         )
     return entries // rule.factor
+
+
+def _checked_counts(subject: Subject, rule: Ragged, index: int, entries: int) -> int:
+    if sum(rule.counts) != entries:
+        raise SizeError(
+            subject.paths()[index],
+            f"must have the entries that its Ragged counts, {sum(rule.counts)}, along dimension {rule.dim}, but "
+            f"its shape is {tuple(_shape(subject.leaves[index]))}; correct the counts",
+        )
+    return len(rule.counts)
 
 
 # --- the default rules ------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,7 @@ from rp_batch import tree
 from rp_batch.arrays import is_array, split_array
 from rp_batch.errors import FewerParts, SizeError, SplitError
 from rp_batch.sizes import part_sizes, read_sizes
-from rp_batch.spec import Parts, Split, SplitRule, is_function
+from rp_batch.spec import Parts, Ragged, Split, SplitRule, is_function
 from rp_batch.splitting.functions import split_call, split_tree
 from rp_batch.splitting.infer import Decided, Subject, decide
 from rp_batch.splitting.whole import refuse_indivisible
@@ -177,14 +178,14 @@ def _warn(batch_size: int | None, parts: int, fewer: int) -> None:
 
 def _cut(subject: Subject, rules: list[SplitRule], sizes: tuple[int, ...]) -> list[Any]:
     # A tensor that two leaves share is shared in every part as well.
-    views: dict[tuple[int, Split], Sequence[Any]] = {}
+    views: dict[tuple[int, Split | Ragged], Sequence[Any]] = {}
     columns: list[Sequence[Any]] = []
     for index, (value, rule) in enumerate(zip(subject.leaves, rules, strict=True)):
-        if isinstance(rule, Split):
+        if isinstance(rule, Split | Ragged):
             key = (id(value), rule)
             cut = views.get(key)
             if cut is None:
-                cut = views[key] = _views(subject, index, rule, sizes)
+                cut = views[key] = _cut_leaf(subject, index, rule, sizes)
             columns.append(cut)
         else:
             columns.append(value if rule is Parts else (value,) * len(sizes))
@@ -192,20 +193,28 @@ def _cut(subject: Subject, rules: list[SplitRule], sizes: tuple[int, ...]) -> li
     return [tree.unflatten(subject.treedef, row) for row in rows]
 
 
-def _views(subject: Subject, index: int, rule: Split, sizes: tuple[int, ...]) -> Sequence[Any]:
-    value: Any = subject.leaves[index]
-    lengths = [size * rule.factor for size in sizes]
+def _cut_leaf(subject: Subject, index: int, rule: Split | Ragged, sizes: tuple[int, ...]) -> Sequence[Any]:
+    if isinstance(rule, Ragged):
+        bounds = accumulate(sizes, initial=0)
+        lengths = [sum(rule.counts[start:stop]) for start, stop in pairwise(bounds)]
+        found = _views(subject, index, rule.dim, lengths)
+        return [part if length else None for part, length in zip(found, lengths, strict=True)]
     if rule.inner and rule.factor > 1:
-        return _interleaved(value, rule, sizes)
+        return _interleaved(subject.leaves[index], rule, sizes)
+    return _views(subject, index, rule.dim, [size * rule.factor for size in sizes])
+
+
+def _views(subject: Subject, index: int, dim: int, lengths: list[int]) -> Sequence[Any]:
+    value: Any = subject.leaves[index]
     if is_array(value):
-        return split_array(value, lengths, rule.dim)
+        return split_array(value, lengths, dim)
     # The backward pass of tensor_split makes a full-size gradient per part; that of this one concatenates once.
     try:
-        return torch.split_with_sizes(value, lengths, rule.dim)
+        return torch.split_with_sizes(value, lengths, dim)
     except (RuntimeError, TypeError) as error:
         raise SplitError(
             subject.paths()[index],
-            f"torch must be able to split it along dimension {rule.dim}, but cannot split this "
+            f"torch must be able to split it along dimension {dim}, but cannot split this "
             f"{type(value).__name__}: {_first_line(error)}; replicate it, or give a function as the spec",
         ) from error
 
