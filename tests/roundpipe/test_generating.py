@@ -15,6 +15,7 @@ from tokenizers.models import BPE
 from torch import nn
 from transformers import (
     DynamicCache,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessorList,
@@ -23,7 +24,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-PROMPTS = torch.tensor([[3, 4, 5, 6], [0, 0, 7, 8]])
+PROMPTS = torch.tensor([[3, 4, 5, 6], [0, 0, 7, 8], [9, 3, 5, 4]])
 MASK = (PROMPTS != 0).long()
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -74,12 +75,21 @@ def on_the_device(llama: LlamaForCausalLM, wrapped: RoundPipe) -> LlamaForCausal
     return copy.deepcopy(llama).to(wrapped.runtime.lanes[0].device.torch_device)
 
 
+def in_microbatches(count: int) -> RoundPipeRunConfig:
+    return RoundPipeRunConfig(num_microbatch=count)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_are_those_of_the_model_itself(way: str, llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
+def test_tokens_are_those_of_the_model_itself(
+    way: str, microbatches: int, llama: LlamaForCausalLM, wrapped: RoundPipe
+) -> None:
     prompts = PROMPTS[:1] if way == "prompt lookup" else PROMPTS
     expected = generated(on_the_device(llama, wrapped), prompts, **WAYS[way])
 
-    assert torch.equal(generated(wrapped, prompts, **WAYS[way]), expected.cpu())
+    found = generated(wrapped, prompts, **WAYS[way], roundpipe_run_config=in_microbatches(microbatches))
+
+    assert torch.equal(found, expected.cpu())
 
 
 def test_scores_are_those_of_the_model_itself(llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
@@ -219,6 +229,61 @@ def test_a_forward_takes_a_cache(llama: LlamaForCausalLM, wrapped: RoundPipe) ->
             assert found.past_key_values is caches[0]
 
     assert caches[0].get_seq_length() == caches[1].get_seq_length() == 5
+
+
+def test_a_forward_divides_a_cache_by_samples(llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
+    caches: list[Any] = [DynamicCache(config=llama.config), DynamicCache(config=llama.config)]
+    with torch.no_grad():
+        for ids, count in ((PROMPTS, 2), (PROMPTS[:, :1], 1)):
+            config = in_microbatches(count)
+            found = wrapped(input_ids=ids, past_key_values=caches[0], use_cache=True, roundpipe_run_config=config)
+            expected = llama(input_ids=ids, past_key_values=caches[1], use_cache=True)
+
+            torch.testing.assert_close(found.logits, expected.logits)
+            assert found.past_key_values is caches[0]
+
+    for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
+        torch.testing.assert_close(one.keys.cpu(), other.keys)
+
+
+def test_what_was_read_before_is_divided(llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
+    def with_prefix(model: Any, **settings: Any) -> torch.Tensor:
+        cache = copy.deepcopy(read)
+        found = generated(model, ids, past_key_values=cache, **settings)
+        assert cache.get_seq_length() == ids.shape[1] + 5
+        return found
+
+    read: Any = DynamicCache(config=llama.config)
+    ids = torch.cat([PROMPTS[[0, 0, 0]], PROMPTS[[2, 0, 2]]], dim=1)
+    with torch.no_grad():
+        llama(input_ids=ids[:, :4], past_key_values=read, use_cache=True)
+
+    expected = with_prefix(llama)
+
+    assert torch.equal(with_prefix(wrapped, roundpipe_run_config=in_microbatches(2)), expected)
+
+
+@pytest.mark.parametrize("told", ["by the call", "by a config", "by the model"])
+def test_beams_of_a_sample_stay_together(told: str, llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
+    settings = GenerationConfig(num_beams=3, pad_token_id=0)
+    options = {"by the call": {"num_beams": 3}, "by a config": {"generation_config": settings}}.get(told, {})
+    if told == "by the model":
+        wrapped.generation_config.num_beams = 3
+    expected = generated(llama, num_beams=3)
+
+    found = generated(wrapped, **options, roundpipe_run_config=in_microbatches(2))
+
+    assert torch.equal(found, expected)
+
+
+def test_a_cache_of_an_unknown_class_is_used_in_one_piece(llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
+    class Mine(DynamicCache):
+        pass
+
+    with pytest.raises(ValueError, match="samples of a Mine cannot be divided"):
+        generated(wrapped, past_key_values=Mine(), roundpipe_run_config=in_microbatches(2))
+
+    assert torch.equal(generated(wrapped, past_key_values=Mine()), generated(llama))
 
 
 def test_a_cache_in_a_call_with_gradients_is_refused(llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:

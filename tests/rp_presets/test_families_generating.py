@@ -26,12 +26,11 @@ PADDED = (LEFT_PADDED, torch.tensor([[5, 6, 7, 0, 0], [4, 5, 6, 7, 8], [9, 3, 4,
 CASES = [(prompts, options) for prompts in PADDED for options in WAYS]
 
 
-def tokens(model: Any, prompts: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+def tokens(model: Any, prompts: torch.Tensor, options: dict[str, Any], **settings: Any) -> torch.Tensor:
     torch.manual_seed(3)
     mask = (prompts != 0).long()
-    return model.generate(
-        prompts, attention_mask=mask, max_new_tokens=5, min_new_tokens=5, pad_token_id=0, **options
-    )
+    lengths = {"max_new_tokens": 5, "min_new_tokens": 5}
+    return model.generate(prompts, attention_mask=mask, pad_token_id=0, **lengths, **options, **settings)
 
 
 def plainly(model: nn.Module, prompts: torch.Tensor, options: dict[str, Any]) -> torch.Tensor | None:
@@ -61,15 +60,13 @@ def test_a_row_generates_the_models_own_tokens(
     if all(one is None for one in expected):
         pytest.skip("transformers itself cannot")
 
-    def wrapped(runtime: Runtime) -> Any:
-        config = RoundPipeRunConfig(num_microbatch=microbatches)
-        return wrap_model_to_roundpipe(model, True, runtime=runtime, model_run_config=config)
+    config = RoundPipeRunConfig(num_microbatch=microbatches)
 
     with Runtime(devices) as runtime:
         if name in REFUSED:
             with pytest.raises((ValueError, NotImplementedError), match=REFUSED[name]):
-                tokens(wrapped(runtime), *CASES[0])
+                tokens(wrap_model_to_roundpipe(model, True, runtime=runtime), *CASES[0])
             return
-        on_devices = wrapped(runtime)
+        on_devices = wrap_model_to_roundpipe(model, True, runtime=runtime)
         for case, one in zip(CASES, expected, strict=True):
-            assert one is None or torch.equal(tokens(on_devices, *case), one), case
+            assert one is None or torch.equal(tokens(on_devices, *case, roundpipe_run_config=config), one), case

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from rp_presets.caches.parts import in_parts, sizes_of
 from rp_presets.errors import ComputesBetween, NotARow, UnsupportedModel
 from rp_presets.losses import OwnLosses
 from rp_presets.observing.candidates import lists_of_layers, spine_of
@@ -32,13 +33,16 @@ class Row(nn.Sequential):
 
     `whole_arguments`: names of arguments that every part of a split batch gets as a whole. `main_arguments`: names
     of arguments whose first dimension is the batch, even if other arguments have another first dimension.
-    `cache_arguments`: names of arguments that hold a key-value cache, which layers write.
+    `cache_arguments`: names of arguments that hold a key-value cache, which layers write. `cache_in_parts`,
+    `cache_sizes`: divide one by samples, and say how one is divided.
     """
 
     cache_arguments = CACHES
+    cache_in_parts = staticmethod(in_parts)
+    cache_sizes = staticmethod(sizes_of)
 
-    # Transformers defines it as a number of positions, or their indices.
-    whole_arguments = frozenset({"logits_to_keep"})
+    # Transformers defines the first as a number of positions, or their indices, and the other as such indices.
+    whole_arguments = frozenset({"logits_to_keep", "cache_position"})
     # In a batch without padding these have one row, while `cu_seq_lens_q` has one entry per sequence.
     main_arguments = ("input_ids", "inputs_embeds")
 

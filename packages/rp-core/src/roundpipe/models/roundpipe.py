@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial, wraps
 from inspect import ismethod
 from typing import Any, cast
@@ -31,6 +32,7 @@ from roundpipe.models.calls.outputs import check_outputs, merged, placed
 from roundpipe.models.calls.own_loss import OwnLoss, call_loss, outputs_are_loss, with_loss
 from roundpipe.models.calls.surroundings import check_call, tell_no_cache
 from roundpipe.models.calls.untraced import untraced
+from roundpipe.models.calls.with_cache import Row, WithCaches, num_microbatches_of_state
 from roundpipe.models.dividing.splitter import CallSplitter
 from roundpipe.models.saved.facts import facts_of
 from roundpipe.models.unfit import refuse_unfit
@@ -148,13 +150,15 @@ class RoundPipe(RoundPipeBase):
         several microbatches, if it is unknown what each contributes; and what a layer raises.
 
         A row of a Hugging Face model takes a key-value cache (`past_key_values`, given by name) without gradients.
-        Such a call runs in one microbatch, whatever the settings are, and leaves each layer's keys and values on
-        the device where the layer runs: the first, if it has room for all weights, or one of several that share
-        them.
+        Such a call runs in one microbatch, whatever the model's settings are, or in as many as its own
+        `roundpipe_run_config` says, and its output is that of the batch. A cache that was used in several
+        microbatches goes on in these. Each layer's keys and values stay on the device where the layer runs: the
+        first, if it has room for all weights, or one of several that share them.
         """
-        config = given_config("roundpipe_run_config", roundpipe_run_config).over(self.model_run_config)
+        own_config = given_config("roundpipe_run_config", roundpipe_run_config)
+        config = own_config.over(self.model_run_config)
         if any(kwargs.get(name) is not None for name in self._cache_arguments):
-            return self._forward_with_cache(args, kwargs, config)
+            return self._forward_with_cache(args, kwargs, config, num_microbatches_of_state(own_config))
         with self._engine.telling_forward(config, (args, kwargs)):
             check_call(self, self.name, args=args, kwargs=kwargs)
             self._tell_no_cache(args, kwargs)
@@ -176,7 +180,7 @@ class RoundPipe(RoundPipeBase):
         return getattr(self.model, "cache_arguments", ())
 
     def _forward_with_cache(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig, count: int
     ) -> Any:
         if torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad:
             raise ValueError(
@@ -186,7 +190,10 @@ class RoundPipe(RoundPipeBase):
         check_call(self, self.name, args=args, kwargs=kwargs)
         self._refuse_call(kwargs)
         arrivals = Arrivals(self.runtime.backend, (args, kwargs))
-        return placed(self._engine.forward_with_state((args, kwargs), arrivals, config), config)
+        divided = WithCaches(cast("Row", self.model), count, config.split_input)
+        parts = divided.split(args, kwargs)
+        outputs = self._engine.forward_with_state(parts, arrivals, config)
+        return placed(divided.merge(outputs, parts, kwargs), config)
 
     def _passed_on(self, name: str, found: Any) -> Any:
         if name == "generate" and ismethod(found) and self._cache_arguments:
@@ -197,14 +204,16 @@ class RoundPipe(RoundPipeBase):
         """Run `generate` of the user's own model on the devices, with the results of all steps so far."""
         self.synchronize()
         device = self._engine.state_device
-        config = RoundPipeRunConfig(output_device=device, num_microbatch=1)
+        given = given_config("roundpipe_run_config", kwargs.pop("roundpipe_run_config", None))
+        count = num_microbatches_of_state(given)
+        config = replace(given, output_device=device, num_microbatch=count)
         forward = partial(self, roundpipe_run_config=config)
         before = self._under_way
         self._own("_under_way", "generate")
         try:
             # Each token has keys of another length, which layers would be compiled for anew.
             with torch.no_grad(), torch.compiler.set_stance("force_eager"), self._engine.keeping_weights():
-                return generated(model, forward, device, self._cache_arguments, args, kwargs)
+                return generated(model, forward, device, cast("Row", self.model), count, args, kwargs)
         finally:
             self._own("_under_way", before)
 

@@ -274,19 +274,21 @@ class Engine:
         last = max(device for device, home in enumerate(homes) if home)
         return self._runtime.lanes[last].device.torch_device
 
-    def forward_with_state(self, arguments: Any, arrivals: Arrivals, config: RoundPipeRunConfig) -> Any:
-        """Return the output of a forward without gradients, whose layers write state that the arguments hold.
+    def forward_with_state(
+        self, parts: rp_batch.Parts[Any], arrivals: Arrivals, config: RoundPipeRunConfig
+    ) -> list[Any]:
+        """Return the outputs of a forward without gradients, whose layers write state that the arguments hold.
 
-        Such as a key-value cache. Each layer runs on the same device in all such calls, in one microbatch, so that
-        it finds there what it has left. An output that is wanted on the last layer's device does not leave it.
+        Such as a key-value cache, one a microbatch. Each layer runs on the same device in all such calls, so that
+        it finds there what it has left. Outputs that are wanted on the last layer's device do not leave it.
         """
         for lane in self._runtime.lanes:
             # What the caller has made of the state there, on streams of its own.
             if (device := lane.device.torch_device).type != "cpu":
                 torch.accelerator.current_stream(device).synchronize()
-        batch = Batch.of(rp_batch.Parts([arguments]), arrivals, wants_grad=False)
+        batch = Batch.of(parts, arrivals, wants_grad=False)
         aside = Aside(holds_state=True, kept=self._kept, stays=config.output_device == self.state_device)
-        return self._runtime.launch(partial(self._aside, batch, config, aside))[0].tree()
+        return [packet.tree() for packet in self._runtime.launch(partial(self._aside, batch, config, aside))]
 
     def _aside(self, batch: Batch, config: RoundPipeRunConfig, aside: Aside) -> list[Packet]:
         with in_call("forward" if aside.holds_state else "trial", self._name):

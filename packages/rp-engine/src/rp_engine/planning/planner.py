@@ -195,7 +195,7 @@ class Planner:
         `kept`: the weights that are there.
         """
         memory = [use.total_bytes if use.is_complete else math.inf for use in self._runtime.memory()]
-        tasks = tasks_at_home(self._state.layers, self.homes(), kept, memory)
+        tasks = tasks_at_home(self._state.layers, size.microbatches, self.homes(), kept, memory)
         self._predict("infer", size, tasks)
         return tasks
 

@@ -51,15 +51,19 @@ def _divided(sizes: Sequence[int], shares: Sequence[int], count: int) -> tuple[r
 
 
 def tasks_at_home(
-    layers: Sequence[LayerState], homes: Sequence[range], kept: Sequence[Kept], memory: Sequence[float]
+    layers: Sequence[LayerState],
+    microbatches: int,
+    homes: Sequence[range],
+    kept: Sequence[Kept],
+    memory: Sequence[float],
 ) -> tuple[Task, ...]:
-    """Return the tasks of a call in one microbatch, each layer on its device.
+    """Return the tasks of a call, each layer on its device for all microbatches.
 
     `kept`: the weights that are on each device, of `memory` bytes. A task that brings many others leaves room for
     those of the next task, and for the state.
     """
     return tuple(
-        Task(TaskKind.FORWARD, stage, range(1), device)
+        Task(TaskKind.FORWARD, stage, range(microbatches), device)
         for device, home in enumerate(homes)
         for stage in _stages(layers, home, kept[device], memory[device])
     )

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rp_presets.caches.before import Before, is_state
 from rp_presets.rows.absent import Spec
 from rp_presets.rows.layout import RowLayout
 from rp_presets.rows.trees import mapped
-from rp_presets.state import Before, is_state
 
 CACHES = ("past_key_values", "cache_params")
 

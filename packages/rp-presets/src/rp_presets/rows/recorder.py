@@ -9,11 +9,11 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
+from rp_presets.caches.before import is_state
 from rp_presets.rows.absent import Absent, Spec, StandIn
 from rp_presets.rows.carry import BoxKey, LayerCall, Value
 from rp_presets.rows.layout import Like
 from rp_presets.rows.trees import Box, contents_of, emptied, is_box, is_plain, leaves, like_tuple, mapped, same
-from rp_presets.state import is_state
 
 
 class CallRecorder:

@@ -11,19 +11,22 @@ import rp_batch
 import torch
 from torch import nn
 
+from roundpipe.models.calls.with_cache import Row, WithCaches
+
 
 def generated(
     model: nn.Module,
     forward: Callable[..., Any],
     device: torch.device,
-    caches: Collection[str],
+    row: Row,
+    num_microbatches: int,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     """Call a model's `generate` with another forward; tensors of the result are where those of the arguments are.
 
-    `device`: where the loop's own work is done, such as sampling. `caches`: names of arguments of forward that
-    hold a key-value cache.
+    `device`: where the loop's own work is done, such as sampling. `row`: what forward runs. `num_microbatches`: of
+    its calls, with the beams of a sample together.
 
     Raises `ValueError` for a model that makes a cache in forward, and for a PEFT model that learns prompts, whose
     `generate` does more than its inner model's.
@@ -31,7 +34,9 @@ def generated(
     moved = rp_batch.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, kwargs)
     given = rp_batch.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, args)
     inner = _inner(model)
-    found = _with_forward(inner, _Forward(forward, type(inner).__name__, caches), device).generate(*given, **moved)
+    divided = WithCaches(row, num_microbatches, rows_a_sample=_num_beams(inner, kwargs))
+    own = _Forward(forward, type(inner).__name__, row.cache_arguments, divided)
+    found = _with_forward(inner, own, device).generate(*given, **moved)
     home = _device_of((args, kwargs))
     return rp_batch.map_leaves(lambda leaf: leaf.to(home) if isinstance(leaf, torch.Tensor) else leaf, found)
 
@@ -43,10 +48,13 @@ _OF_THE_LOOP = frozenset({"tokenizer", "assistant_tokenizer"})
 class _Forward:
     """A forward that computes all logits where a model slices between its layers what only the last ones need."""
 
-    def __init__(self, forward: Callable[..., Any], name: str, caches: Collection[str]) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], name: str, caches: Collection[str], divided: WithCaches
+    ) -> None:
         self._forward = forward
         self._name = name
         self._caches = caches
+        self._divided = divided
         self._keeps_all = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,6 +66,7 @@ class _Forward:
                 f"{self._name} makes a key-value cache of its own in forward, which a row of layers does not; "
                 "generate with use_cache=False, or on the host with the model that was wrapped"
             )
+        self._divided.divide(args, kwargs)
         if self._keeps_all:
             return self._forward(*args, **{**kwargs, "logits_to_keep": 0})
         before = self._lengths(kwargs)
@@ -82,6 +91,20 @@ def _length(cache: Any) -> int | None:
     except (AttributeError, ValueError):
         # Those of recurrent layers alone have none.
         return None
+
+
+def _num_beams(model: Any, kwargs: Mapping[str, Any]) -> int:
+    """How many rows of forward's batch belong to one sample."""
+    given = (
+        kwargs,
+        _settings(kwargs.get("generation_config")),
+        _settings(getattr(model, "generation_config", None)),
+    )
+    return next((config["num_beams"] for config in given if config.get("num_beams") is not None), 1)
+
+
+def _settings(config: Any) -> Mapping[str, Any]:
+    return {} if config is None else cast("dict[str, Any]", vars(config))
 
 
 def _device_of(arguments: Any) -> torch.device:

@@ -13,7 +13,7 @@ from rp_sched import Mode, Plan
 from torch import nn
 
 
-def declared_spec(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
+def declared_spec(model: object, kwargs: Mapping[str, Any]) -> Any:
     """Return the spec of the arguments that a row of rp_presets knows; None without any.
 
     Its main input says how many rows the batch has: in a batch without padding, which is one row, most tensors are

@@ -6,6 +6,7 @@ example its length, so all runs but the first are given a snapshot.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -33,8 +34,10 @@ class Before:
 
     def __init__(self, state: Any, stand_in: Callable[[Tensor], Tensor]) -> None:
         self.state = state
-        # Layers have keys of the same shape.
-        self.snapshot = _snapshot(state, cached_by_shape(stand_in), {})
+        # Held until the call's end, keys and values that layers replace would take twice their memory. And layers
+        # have keys of the same shape.
+        known = cached_by_shape(stand_in)
+        self.snapshot = structure(state, lambda tensor: tensor.clone() if tensor.numel() == 1 else known(tensor))
 
 
 def cached_by_shape(stand_in: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -50,28 +53,33 @@ def cached_by_shape(stand_in: Callable[[Tensor], Tensor]) -> Callable[[Tensor], 
     return known
 
 
-def _snapshot(value: Any, stand_in: Callable[[Tensor], Tensor], memo: dict[int, Any]) -> Any:
-    """A copy of a cache that has the shapes of its keys and values. Lengths are copied, also those in tensors."""
+def structure(cache: Any, tensor_of: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of a cache: its objects and containers are new, its tensors what `tensor_of` makes of them."""
+    return _copied(cache, tensor_of, {})
+
+
+def _copied(value: Any, tensor_of: Callable[[Tensor], Tensor], memo: dict[int, Any]) -> Any:
     if isinstance(value, Tensor):
-        # Held until the call's end, keys and values that layers replace would take twice their memory.
-        return value.clone() if value.numel() == 1 else stand_in(value)
+        return tensor_of(value)
     if isinstance(value, list | tuple):
-        return type(value)(_snapshot(item, stand_in, memo) for item in value)  # pyright: ignore
+        return type(value)(_copied(item, tensor_of, memo) for item in value)  # pyright: ignore
     if isinstance(value, dict):
-        return {key: _snapshot(item, stand_in, memo) for key, item in value.items()}  # pyright: ignore
+        return {key: _copied(item, tensor_of, memo) for key, item in value.items()}  # pyright: ignore
     if not _has_parts(value):
         return value
     if id(value) not in memo:
         held = cast("dict[str, Any]", vars(value))
         copied: object = object.__new__(type(cast("object", value)))
         memo[id(value)] = copied
-        vars(copied).update({name: _snapshot(item, stand_in, memo) for name, item in held.items()})
+        vars(copied).update({name: _copied(item, tensor_of, memo) for name, item in held.items()})
     return memo[id(value)]
 
 
 def _has_parts(value: object) -> bool:
     is_open = hasattr(value, "__dict__") and not isinstance(value, type | nn.Module)
-    return is_open and _is_of_transformers(type(value)) and not hasattr(value, "to_dict")  # no configuration
+    # Also of a caller's own class that is derived of one. But no configuration.
+    kinds = inspect.getmro(type(value))
+    return is_open and any(map(_is_of_transformers, kinds)) and not hasattr(value, "to_dict")
 
 
 def _is_of_transformers(kind: type[object]) -> bool:
