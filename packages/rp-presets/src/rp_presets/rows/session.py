@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -191,7 +191,10 @@ class Run:
         if lists:
             self._layout.hooks.ensure()
         # Hooks read how many there are: only the first of all layers adds the hidden state before it.
-        return {key: [None] * len(value) if isinstance(value, list) else value for key, value in lists.items()}
+        return {
+            key: [None] * len(cast("list[Any]", value)) if isinstance(value, list) else value
+            for key, value in lists.items()
+        }
 
     def _check_turn(self, stub: Stub) -> None:
         if (stub.segment, stub.index) != (self._phase, self._position):
