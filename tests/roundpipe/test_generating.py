@@ -137,7 +137,18 @@ def test_what_steps_have_learned_is_there(llama: LlamaForCausalLM, wrapped: Roun
     wrapped.step(lambda: optimizer.step(), is_async=False)
 
 
-def test_nothing_is_drawn_from_the_callers_generator_but_by_sampling(wrapped: RoundPipe) -> None:
+def test_in_training_mode_the_same_tokens_are_sampled(llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
+    settings: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 6, "do_sample": True}
+    torch.manual_seed(5)
+    expected = llama.generate(PROMPTS, **settings)
+    torch.manual_seed(5)
+
+    assert torch.equal(wrapped.train().generate(PROMPTS, **settings), expected)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_nothing_is_drawn_from_the_callers_generator_but_by_sampling(wrapped: RoundPipe, training: bool) -> None:
+    wrapped.train(training)
     torch.manual_seed(5)
     state = torch.get_rng_state()
 

@@ -55,10 +55,12 @@ def test_those_of_the_package(names, tmp_path, monkeypatch):
 
 
 def test_those_of_the_page(names, tmp_path):
-    script, classes, options, in_backward = blocks("docs/trainer.md")
+    script, classes, generating, options, in_backward = blocks("docs/trainer.md")
     exec(script, names)
     assert (tmp_path / "model.safetensors").is_file()
     exec(classes, names)
+    exec(generating, names)
+    assert issubclass(names["GRPOTrainer"], rp_trainer.RoundPipeMixin)
     exec(options, names)
     assert names["options"].asynchronous
     names["model"] = causal_lm().bfloat16()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,13 +188,88 @@ def test_arguments_of_trl_are_refused_by_name(tmp_path, name):
         refuse(args, trl.DPOTrainer)
 
 
-def test_trainers_that_generate_are_refused(tmp_path):
-    class GRPO(RoundPipeMixin, trl.GRPOTrainer):
-        pass
-
+@pytest.mark.parametrize(
+    "name", ["use_vllm", "use_transformers_continuous_batching", "cast_lm_head_to_fp32", "sync_ref_model"]
+)
+def test_arguments_of_trainers_that_generate_are_refused_by_name(tmp_path, name):
     args = trl.GRPOConfig(str(tmp_path), **ARGUMENTS, bf16=False, num_generations=3)
-    with pytest.raises(ValueError, match="GRPOTrainer generates text"):
-        GRPO(model=causal_lm(), args=args, reward_funcs=[], train_dataset=None)
+    setattr(args, name, True)
+    with pytest.raises(ValueError, match=rf"^{name} must not be set"):
+        refuse(args, trl.GRPOTrainer)
+
+
+@pytest.mark.parametrize("name", ["cpo", "orpo"])
+def test_generating_in_evaluation_is_refused_by_name(tmp_path, name):
+    trainer, config = experimental(name)
+    args = config(str(tmp_path), **ARGUMENTS, bf16=False, generate_during_eval=True)
+    with pytest.raises(ValueError, match=r"^generate_during_eval must not be set"):
+        type("Made", (RoundPipeMixin, trainer), {})(model=causal_lm(), args=args, processing_class=tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("a2po", "_estimate_optimal_values"), ("iw_opd", "_generate_with_model")]
+)
+def test_trainers_that_generate_with_the_model_on_the_host_are_refused(tmp_path, name, method):
+    trainer, config = experimental(name)
+    args = config(str(tmp_path), **ARGUMENTS, bf16=False)
+    with pytest.raises(ValueError, match=rf"^{trainer.__name__}\.{method} generates text with trainer\.model"):
+        type("Made", (RoundPipeMixin, trainer), {})(model=causal_lm(), args=args)
+
+
+@pytest.mark.parametrize("name", ["async_grpo", "async_distillation"])
+def test_trainers_that_always_need_a_server_are_refused(tmp_path, name):
+    trainer, config = experimental(name)
+    args = config(str(tmp_path), **{**ARGUMENTS, "bf16": False})
+    with pytest.raises(ValueError, match="always has its completions from a vLLM server"):
+        type("Made", (RoundPipeMixin, trainer), {})(model=causal_lm(), args=args)
+
+
+@pytest.mark.parametrize("name", ["sdft", "sdpo"])
+def test_trainers_with_a_teacher_are_refused(tmp_path, name):
+    trainer, config = experimental(name)
+    causal_lm().save_pretrained(tmp_path)
+    args = config(str(tmp_path), **{**ARGUMENTS, "bf16": False, "per_device_train_batch_size": 8})
+    row = {"prompt": "w1 w2", "privileged_context": "w3"}
+    given = {"train_dataset": Dataset.from_list([row] * 8), "processing_class": tokenizer()}
+    if name == "sdpo":
+        given["reward_funcs"] = [lambda completions, **_: [0.0] * len(completions)]
+    with pytest.raises(ValueError, match=r"^teacher_model of Made is a model that RoundPipe does not run"):
+        type("Made", (RoundPipeMixin, trainer), {})(model=str(tmp_path), args=args, **given)
+
+
+def test_a_trainer_of_ones_own_is_refused_for_what_it_does_too(tmp_path, options):
+    from trl.models import unwrap_model_for_generation
+
+    class Sampling(RoundPipeTrainer):
+        def sample(self) -> None:
+            with unwrap_model_for_generation(self.model, self.accelerator) as model:
+                model.generate()
+
+    class Distilling(RoundPipeTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.critic = kwargs.pop("critic")
+            super().__init__(*args, **kwargs)
+
+    args = TrainingArguments(str(tmp_path), **ARGUMENTS)
+    with pytest.raises(ValueError, match=r"^Sampling\.sample generates text"):
+        Sampling(causal_lm(), args, padded, roundpipe=options)
+    with pytest.raises(ValueError, match=r"^critic of Distilling is a model"):
+        Distilling(causal_lm(), args, padded, roundpipe=options, critic=causal_lm(1))
+    wrapped = wrap_model_to_roundpipe(causal_lm(1).requires_grad_(False), runtime=options.runtime)
+    Distilling(causal_lm(), args, padded, roundpipe=options, critic=wrapped)
+
+
+def experimental(name: str) -> tuple[type[Any], type[Any]]:
+    """A trainer of `trl.experimental` and its configuration's class."""
+    module = importlib.import_module(f"trl.experimental.{name}.{name}_trainer")
+    kind = next(
+        one
+        for one in vars(module).values()
+        if getattr(one, "__module__", "") == module.__name__ and isinstance(one, type) and issubclass(one, Trainer)
+    )
+    return kind, getattr(
+        importlib.import_module(f"trl.experimental.{name}"), kind.__name__.replace("Trainer", "Config")
+    )
 
 
 def test_what_is_not_refused_stays_on_the_host(tmp_path, options):
@@ -237,7 +313,8 @@ def test_every_override_point_of_trl_is_there(name):
 
 
 def test_all_that_the_mixin_overrides_is_listed():
-    own = {name for name in vars(RoundPipeMixin) if hasattr(Trainer, name) and not name.startswith("__")}
+    names = {name for kind in RoundPipeMixin.__mro__ if kind is not object for name in vars(kind)}
+    own = {name for name in names if hasattr(Trainer, name) and not name.startswith("__")}
     assert own == TRAINER.keys()
 
 

@@ -21,6 +21,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 TEXT = Dataset.from_dict({"text": sentences(14)})
+ASKED = Dataset.from_dict({"prompt": sentences(14), "completion": sentences(14, 2)})
+SAID = Dataset.from_list(
+    [
+        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
+        for asked, said in zip(sentences(14), sentences(14, 2), strict=True)
+    ]
+)
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + ' </s> ' }}{% endgeneration %}"
+    "{% else %}{{ message.content + ' w0 ' }}{% endif %}{% endfor %}"
+)
 PAIRS = Dataset.from_dict({"prompt": sentences(9, 1), "chosen": sentences(9, 2), "rejected": sentences(9, 3)})
 NAMES = (
     *(*LOGGED, "entropy", "mean_token_accuracy", "num_tokens", "eval_entropy"),
@@ -44,9 +56,12 @@ def lora() -> LoraConfig:
 def sft(kind: type[Any], path: Path, settings: dict[str, Any], **given: Any) -> Any:
     args = trl.SFTConfig(str(path), **{**ARGUMENTS, **SETTINGS, **settings})
     torch.manual_seed(3)
+    rows = given.pop("rows", TEXT)
     given = {"model": causal_lm(), **given}
-    data = {"train_dataset": TEXT, "eval_dataset": TEXT.select(range(4))}
-    trainer = kind(args=args, processing_class=tokenizer(), **data, **given)
+    data = {"train_dataset": rows, "eval_dataset": rows.select(range(4))}
+    words = tokenizer()
+    words.chat_template = TEMPLATE
+    trainer = kind(args=args, processing_class=words, **data, **given)
     trainer.train()
     return trainer
 
@@ -77,14 +92,30 @@ def test_sft_is_the_same(tmp_path, options, settings):
     "settings",
     [
         {"loss_type": "dft"},
-        {"packing": True, "max_length": 12, "per_device_train_batch_size": 1},
+        *(
+            {"packing": True, "packing_strategy": how, "max_length": 12, "per_device_train_batch_size": 1}
+            for how in ("bfd", "bfd_split", "wrapped")
+        ),
+        {"padding_free": True, "max_length": None},
         pytest.param({"label_smoothing_factor": 0.1}, marks=pytest.mark.filterwarnings("ignore:`label_smoothing")),
     ],
-    ids=["dft", "packing", "smoothing"],
+    ids=["dft", "bfd", "bfd_split", "wrapped", "padding_free", "smoothing"],
 )
 def test_so_it_is_with_other_settings(tmp_path, options, settings):
     wanted, found = sft(trl.SFTTrainer, tmp_path, settings), sft(SFT, tmp_path, settings, roundpipe=options)
     assert_same(found, wanted, NAMES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["nll", "dft"])
+@pytest.mark.parametrize("rows", [ASKED, SAID], ids=["completions", "assistant"])
+def test_so_it_is_where_only_answers_are_learned(tmp_path, options, rows, loss):
+    settings = {"assistant_only_loss": rows is SAID, "loss_type": loss}
+    wanted = sft(trl.SFTTrainer, tmp_path, settings, rows=rows)
+    found = sft(SFT, tmp_path, settings, rows=rows, roundpipe=options)
+    assert_same(found, wanted, NAMES)
+    batch = next(iter(found.get_train_dataloader()))
+    assert 0 < (batch["labels"] != -100).sum() < (batch["input_ids"] != 0).sum()
 
 
 @pytest.mark.nightly

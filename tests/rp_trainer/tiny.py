@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
 WORDS = ["<pad>", "</s>", *(f"w{number}" for number in range(46))]
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
@@ -30,9 +30,19 @@ ARGUMENTS: dict[str, Any] = {
 
 def causal_lm(seed: int = 0, **settings: Any) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
+    return Qwen3ForCausalLM(_config(**settings))
+
+
+def rewarding(seed: int = 0) -> Qwen3ForSequenceClassification:
+    """A model that gives a text one number."""
+    torch.manual_seed(seed)
+    return Qwen3ForSequenceClassification(_config(id2label={0: "reward"}))
+
+
+def _config(**settings: Any) -> Qwen3Config:
     sizes = {"vocab_size": len(WORDS), "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, pad_token_id=0, eos_token_id=1, **settings))
+    return Qwen3Config(**sizes, **heads, pad_token_id=0, eos_token_id=1, **settings)
 
 
 def rows(count: int = 22, seed: int = 1) -> list[dict[str, torch.Tensor]]:

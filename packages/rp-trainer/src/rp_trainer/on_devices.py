@@ -46,10 +46,19 @@ class OnDevices(nn.Module):
         """Run the model on the devices; its outputs are on the host."""
         if torch.is_grad_enabled():
             self.note_gradients()
-        with self.autocast(), self._adapters.as_trained():
+        # A call without gradients draws no seed from the caller's generator, as the model itself would not.
+        with _undrawn(), self.autocast(), self._adapters.as_trained():
             outputs = self._call(args, kwargs)
         # Accelerate does the same for a model that it runs under autocast.
         return outputs if self._autocast_dtype is None else convert_to_fp32(outputs)  # pyright: ignore[reportUnknownVariableType]
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate text on the devices, with the results of all steps so far; see `RoundPipe`.
+
+        Tokens that are sampled on the host are those of the user's own model with the same seed.
+        """
+        with self.autocast(), self._adapters.as_trained():
+            return self.engine.generate(*args, **kwargs)
 
     def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a loss and its gradients in one call of the engine."""
@@ -226,6 +235,13 @@ class OnDevices(nn.Module):
         if name == "engine" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.engine, name)
+
+
+def _undrawn() -> AbstractContextManager[object]:
+    """Restore the CPU generator after a call without gradients."""
+    if torch.is_grad_enabled():
+        return nullcontext()
+    return torch.random.fork_rng(devices=[])  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 class _Flags:

@@ -12,6 +12,10 @@ from rp_optim.host import HostOptimizer
 _OWN = "omit it: RoundPipe places the model itself, and streams it to all GPUs of one process"
 _DTYPES = "load the model in bfloat16 (dtype=torch.bfloat16), or set bf16=True"
 _INSTEAD = "or omit step_in_backward"
+_SERVER = (
+    "the server would be sent weights that the engine has not published; omit it, and generate on the devices"
+)
+_TEACHER = "no test compares losses on a server's log-probabilities with those of the unchanged trainer"
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd")
 
 # Arguments that must be false, None or empty, each with the reason or what to do instead.
@@ -30,17 +34,13 @@ _MUST_BE_OFF: Mapping[str, str] = {
     # Arguments of TRL
     "activation_offloading": "the engine keeps activations on the host by itself",
     "sync_ref_model": "it writes weights of the reference model past the engine; leave the reference unchanged",
+    "use_vllm": _SERVER,
+    "use_transformers_continuous_batching": "it runs layers past the engine; omit it, and generate on the devices",
+    "generate_during_eval": "it generates with trainer.model on the host; call trainer.model_wrapped.generate",
+    "cast_lm_head_to_fp32": "its head reads the host's weights on every device; load the model in float32",
+    "use_teacher_server": _TEACHER,
+    "teacher_model_server_url": _TEACHER,
     "precompute_ref_log_probs": "it runs before the model is wrapped; the reference model runs on the devices",
-}
-
-# Trainers of TRL that generate text while they train.
-_GENERATING = {
-    "GRPOTrainer",
-    "RLOOTrainer",
-    "OnlineDPOTrainer",
-    "GKDTrainer",
-    "GOLDTrainer",
-    "DistillationTrainer",
 }
 
 
@@ -54,9 +54,8 @@ def refuse(args: Any, kind: type[object]) -> None:
 
 
 def _reasons(args: Any, kind: type[object]) -> Iterator[str]:
-    for base in kind.__mro__:
-        if base.__name__ in _GENERATING and base.__module__.startswith("trl."):
-            yield f"{base.__name__} generates text while it trains, which RoundPipe does on the host only"
+    if hasattr(args, "vllm_server_base_url") and not hasattr(args, "use_vllm"):
+        yield f"{kind.__name__} always has its completions from a vLLM server: {_SERVER}"
     for name, why in _MUST_BE_OFF.items():
         if getattr(args, name, None):
             yield f"{name} must not be set with RoundPipe, but is {getattr(args, name)!r}: {why}"

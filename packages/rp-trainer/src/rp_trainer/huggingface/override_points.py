@@ -14,6 +14,7 @@ TRAINER: Mapping[str, str] = {
     "_load_best_model": "(self)",
     "_load_from_checkpoint": "(self, resume_from_checkpoint, model)",
     "_load_optimizer_and_scheduler": "(self, checkpoint)",
+    "_prepare_inputs": "(self, inputs)",
     "_move_model_to_device": "(self, model, device)",
     "_save_optimizer_and_scheduler": "(self, output_dir)",
     "_wrap_model": "(self, model, training, dataloader)",
@@ -22,6 +23,7 @@ TRAINER: Mapping[str, str] = {
     "create_optimizer": "(self, model)",
     "evaluation_loop": ("(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)"),
     "prediction_step": "(self, model, inputs, prediction_loss_only, ignore_keys)",
+    "log": "(self, logs, start_time)",
     "get_batch_samples": "(self, epoch_iterator, num_batches, device)",
     "get_optimizer_cls_and_kwargs": "(args, model)",
     "save_model": "(self, output_dir, _internal_call)",
@@ -30,15 +32,19 @@ TRAINER: Mapping[str, str] = {
 }
 
 # Methods of TRL's trainers, which come between RoundPipe's and `Trainer`'s, by class.
+_LOSS = {"compute_loss": TRAINER["compute_loss"], "training_step": "(self, *args, **kwargs)"}
+_GENERATING = {
+    "_generate": "(self, prompts)",
+    "_generate_and_score_completions": "(self, inputs)",
+    "_prepare_inputs": "(self, generation_batch)",
+}
 TRL: Mapping[str, Mapping[str, str]] = {
-    "SFTTrainer": {
-        "compute_loss": TRAINER["compute_loss"],
-        "training_step": "(self, *args, **kwargs)",
-    },
-    "DPOTrainer": {
-        "compute_loss": TRAINER["compute_loss"],
-        "training_step": "(self, *args, **kwargs)",
-    },
+    "SFTTrainer": _LOSS,
+    "DPOTrainer": _LOSS,
+    "KTOTrainer": _LOSS,
+    "RewardTrainer": _LOSS,
+    "GRPOTrainer": _GENERATING,
+    "RLOOTrainer": _GENERATING,
 }
 
 

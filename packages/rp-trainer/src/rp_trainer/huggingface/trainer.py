@@ -19,6 +19,8 @@ from transformers import Trainer
 from rp_trainer.huggingface import saved
 from rp_trainer.huggingface.fused_head import bind_fused_head
 from rp_trainer.huggingface.host_arguments import bound, stay_on_host
+from rp_trainer.huggingface.passing_by import refuse_generating, refuse_models
+from rp_trainer.huggingface.phases import Phases, TimedPhases
 from rp_trainer.on_devices import OnDevices
 from rp_trainer.one_call import loss_of_step
 from rp_trainer.optimizer import SteppedByEngine
@@ -43,8 +45,8 @@ _ON_HOST = {
 }
 
 
-class RoundPipeMixin(_Base):
-    """Makes a trainer whose loss comes from `compute_loss` run on RoundPipe. Put it before the trainer's class.
+class RoundPipeMixin(TimedPhases, _Base):
+    """Makes a trainer whose loss comes from its model run on RoundPipe. Put it before the trainer's class.
 
     ::
 
@@ -75,6 +77,8 @@ class RoundPipeMixin(_Base):
         self._on_devices: OnDevices | None = None
         self._step_batches: _StepBatches | None = None
         self._collections = ShortCollections()
+        self._phases = Phases(self._options.asynchronous)
+        refuse_generating(type(self))
         given = bound(super().__init__, args, kwargs)
         if given.get("args") is not None:
             # Do this before TRL loads a model by its name, since it moves the model to Accelerate's device.
@@ -83,9 +87,11 @@ class RoundPipeMixin(_Base):
         self._given_engine, args, kwargs = _unwrapped(given.get("model"), args, kwargs)
         super().__init__(*args, **kwargs)
         refuse_optimizer(self.optimizer)
+        refuse_models(self)
         self._wrapped()
         self._refuse_in_backward()
-        self._wrap_reference()
+        self._wrap_frozen()
+        self.add_callback(self._phases)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Keep Accelerate on the host. `args` may have been created just now by the trainer's class."""
@@ -114,19 +120,28 @@ class RoundPipeMixin(_Base):
     def _autocast_dtype(self) -> torch.dtype | None:
         return torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None
 
-    def _wrap_reference(self) -> None:
-        """Make the reference model of trainers such as DPO's run on the same devices."""
+    def _wrap_frozen(self) -> None:
+        """Make the reference model of trainers such as DPO's, and reward models, run on the same devices."""
         reference = getattr(self, "ref_model", None)
-        if isinstance(reference, nn.Module) and not isinstance(reference, OnDevices):
-            reference.requires_grad_(False)
-            # With bf16 Accelerate has wrapped forward in its autocast. Undo that, since `OnDevices` has autocast
-            # itself.
-            if (own := vars(reference).pop("_original_forward", None)) is not None:
-                vars(reference)["forward"] = own
-            options = self._options.for_reference(self._wrapped().engine.runtime)
-            bind_fused_head(reference)
-            engine = options.wrap(reference, f"{type(self).__name__}'s reference")
-            self.ref_model = OnDevices(engine, self._autocast_dtype()).eval()
+        if isinstance(reference, nn.Module):
+            self.ref_model = self._frozen(reference, "reference")
+        functions: object = getattr(self, "reward_funcs", None)
+        if isinstance(functions, list):
+            # A new list, since the trainer has kept the user's.
+            self.reward_funcs = [self._frozen(one, f"reward {place}") for place, one in enumerate(functions)]
+
+    def _frozen(self, model: Any, what: str) -> Any:
+        """Return a model that runs on the devices and is not trained; other objects are returned as they are."""
+        if not isinstance(model, nn.Module) or isinstance(model, OnDevices):
+            return model
+        model.requires_grad_(False)
+        # With bf16 Accelerate has wrapped forward in its autocast. Undo that, since `OnDevices` has its own.
+        if (own := vars(model).pop("_original_forward", None)) is not None:
+            vars(model)["forward"] = own
+        bind_fused_head(model)
+        options = self._options.for_reference(self._wrapped().engine.runtime)
+        engine = options.wrap(model, f"{type(self).__name__}'s {what}")
+        return OnDevices(engine, self._autocast_dtype()).eval()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: weights stay on the host."""
@@ -228,9 +243,14 @@ class RoundPipeMixin(_Base):
         The result is then the sum of all losses for the first batch, and zero for the others. Any other loss is
         computed by `compute_loss` for each batch, and its backward pass goes through the engine.
         """
+        with self._phases("train"):
+            return self._trained(model, inputs, num_items_in_batch)
+
+    def _trained(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         engine = self._wrapped().engine
         if not isinstance(engine, RoundPipe) or not self._has_own_loss():
-            return super().training_step(model, inputs, num_items_in_batch)
+            with self._wrapped().in_place_of_model():
+                return super().training_step(model, inputs, num_items_in_batch)
         model.train()
         step = self._step_batches
         # The `training_step` of a subclass may change each batch, so use only the current one then.
@@ -280,6 +300,20 @@ class RoundPipeMixin(_Base):
         with self._wrapped().autocast(), self.compute_loss_context_manager():
             return loss_of_step(engine, prepared, scale, optimizer).float()
 
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate in any way with the result of the last step, which the next call reads, too.
+
+        So with asynchronous steps, too, what the trainer takes for the generating policy's log-probabilities are.
+        """
+        self._settle()
+        self._phases.generated_at(self.state.global_step)
+        return super()._generate(*args, **kwargs)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Prepare a batch; trainers that generate do so here, and calls of `self.model` run on the devices."""
+        with self._wrapped().in_place_of_model():
+            return super()._prepare_inputs(inputs)
+
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -305,6 +339,7 @@ class RoundPipeMixin(_Base):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def _settle(self) -> None:
+        self._phases.settled_at(self.state.global_step)
         self._wrapped().engine.sync_optim_param()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -346,10 +381,10 @@ class RoundPipeMixin(_Base):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load everything needed to resume training."""
-        if checkpoint is None or not saved.is_ours(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        saved.load(checkpoint, self._wrapped().engine, self._steps, self.lr_scheduler)
+        # Trainer finds no optimizer of its own in RoundPipe's checkpoints; a subclass may load more from them.
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and saved.is_ours(checkpoint):
+            saved.load(checkpoint, self._wrapped().engine, self._steps, self.lr_scheduler)
 
     def _load_best_model(self) -> None:
         self._settle()

@@ -68,10 +68,10 @@ class _Forward:
             )
         self._divided.divide(args, kwargs)
         if self._keeps_all:
-            return self._forward(*args, **{**kwargs, "logits_to_keep": 0})
+            return self._run(args, {**kwargs, "logits_to_keep": 0})
         before = self._lengths(kwargs)
         try:
-            return self._forward(*args, **kwargs)
+            return self._run(args, kwargs)
         except NotImplementedError:
             # As Gemma 4 is refused, whose last layers share keys. Only if no layer has run: another run would
             # write the cache once more.
@@ -79,6 +79,11 @@ class _Forward:
                 raise
         self._keeps_all = True
         return self(*args, **kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        # In training mode a call draws its seed from the generator that the loop samples tokens from.
+        with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+            return self._forward(*args, **kwargs)
 
     def _lengths(self, kwargs: Mapping[str, Any]) -> list[int | None]:
         """The number of tokens in each cache that is given; None if it does not tell."""
