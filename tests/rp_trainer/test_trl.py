@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from packaging.version import Version
 from peft import LoraConfig
 from roundpipe import RoundPipe
 from rp_trainer import OnDevices, RoundPipeMixin
+from safetensors.torch import load_file
 from tiny import ARGUMENTS, LOGGED, assert_same, causal_lm, logs, sentences, tokenizer, weights
 
 pytestmark = pytest.mark.skipif(
@@ -133,6 +135,20 @@ def test_adapters_train_the_same_and_are_not_empty(tmp_path, options):
         not torch.equal(value, weights(start)[name]) for name, value in weights(found).items() if "lora_" in name
     ]
     assert all(moved)
+
+
+@pytest.mark.nightly
+def test_adapters_in_bf16_train_nearly_the_same_and_are_saved_in_fp32(tmp_path, options):
+    wanted = sft(SFT, tmp_path, {}, peft_config=lora(), roundpipe=options)
+    narrow = replace(options, adapter_dtype=torch.bfloat16)
+    found = sft(SFT, tmp_path / "narrow", {}, peft_config=lora(), roundpipe=narrow)
+    found.save_model(str(tmp_path / "saved"))
+    losses = [[line["loss"] for line in one.state.log_history if "loss" in line] for one in (found, wanted)]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    assert {one.dtype for one in saved.values()} == {torch.float32}
+    assert any(not torch.equal(one, one.bfloat16().float()) for one in saved.values())
 
 
 @pytest.mark.nightly

@@ -10,6 +10,7 @@ from rp_engine.execution.call import View
 from rp_engine.execution.effects.written import unwritten
 from rp_engine.execution.losses import check_losses
 from rp_engine.state.layers import PinMode
+from rp_engine.state.master import unrounded
 from rp_engine.state.model_state import MasterKind
 
 __all__ = [
@@ -26,5 +27,6 @@ __all__ = [
     "named_modules",
     "prepares",
     "register_lazy_hooks",
+    "unrounded",
     "unwritten",
 ]

@@ -22,7 +22,8 @@ class RoundPipeOptions(WrapOptions):
         model_run_config: settings of all calls, such as ``RoundPipeRunConfig(num_microbatch=8)``.
         optim_dtype: dtype of the master weights; by default fp32 for 16-bit weights, otherwise that of the
             weights.
-        pin_model, compile_layers, double_buffer, master, example_inputs: see `roundpipe.wrap_model_to_roundpipe`.
+        pin_model, compile_layers, double_buffer, master, example_inputs, adapter_dtype: see
+            `roundpipe.wrap_model_to_roundpipe`.
         step_in_backward: the optimizer steps each layer during the call as soon as its gradients have arrived, and
             the next layer's gradients reuse their memory. It needs a trainer with the model's own loss,
             ``adamw_torch``, ``sgd`` or an optimizer of `roundpipe.optim`, and ``max_grad_norm=0``.
@@ -37,6 +38,7 @@ class RoundPipeOptions(WrapOptions):
 
     asynchronous: bool = False
     example_inputs: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    adapter_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         # By name: the class that slots are added to is another one than `super()` would find here.
@@ -50,11 +52,12 @@ class RoundPipeOptions(WrapOptions):
     def wrap(self, model: nn.Module, name: str) -> RoundPipe | AutoRoundPipe:
         """Wrap a model. Raises what `wrap_model_to_roundpipe` raises."""
         options = replace(self, optim_dtype=self.optim_dtype or _master_dtype(model))
-        return wrap_model_to_roundpipe(model, name=name, example_inputs=self.example_inputs, **options.arguments())
+        own = {"example_inputs": self.example_inputs, "adapter_dtype": self.adapter_dtype}
+        return wrap_model_to_roundpipe(model, name=name, **own, **options.arguments())
 
     def for_reference(self, runtime: Runtime) -> RoundPipeOptions:
         """Return these options for a second model that is not trained, on the same devices."""
-        return replace(self, runtime=runtime, step_in_backward=False)
+        return replace(self, runtime=runtime, step_in_backward=False, adapter_dtype=None)
 
 
 def _master_dtype(model: nn.Module) -> torch.dtype | None:

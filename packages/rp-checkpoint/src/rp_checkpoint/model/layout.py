@@ -40,7 +40,8 @@ class CheckpointLayout:
     codes and scales. `computed`: the other values of the state dict. `exported`: maps names in the files to names
     of a whole model's weights. `dropped`: maps the further names of tied tensors to the name that is saved.
     `write_configuration`: writes configuration files into the folder, beside the weights. `write_adapters`: writes
-    the adapters of a model of kind ``"adapter"`` there, of which it is given the state dict.
+    the adapters of a model of kind ``"adapter"`` there, of which it is given the state dict. `unrounded`: of which
+    of them it is given the master's values, and in which dtype.
     """
 
     kind: Kind
@@ -52,6 +53,7 @@ class CheckpointLayout:
     dropped: Mapping[str, str] = field(default_factory=dict[str, str])
     write_configuration: Callable[[Path], object] | None = None
     write_adapters: Callable[[Path, Mapping[str, torch.Tensor]], object] | None = None
+    unrounded: Mapping[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
 
 
 def layout_of(module: nn.Module) -> CheckpointLayout:

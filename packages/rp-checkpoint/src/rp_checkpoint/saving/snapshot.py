@@ -253,8 +253,14 @@ class Snapshot:
             if held.kind == "frozen":
                 self.adapters[name] = held.tensor.detach()
             else:
-                self.adapters[name] = self._final_tensor(name).clone()
+                self.adapters[name] = self._adapter(name, held)
         self.adapters |= {name: self.adapters[first] for name, first in self.layout.dropped.items()}
+
+    def _adapter(self, name: str, held: Held) -> torch.Tensor:
+        dtype = self.layout.unrounded.get(name)
+        if dtype is None or held.master is None:
+            return self._final_tensor(name).to(dtype, copy=True)
+        return _master(name, held).read().detach().to(dtype, copy=True)
 
     def _refuse_written(self) -> None:
         for name, tensor in self._large():

@@ -15,6 +15,7 @@ class Adapters:
 
     `alpha`: the scale times the rank, None for twice the rank. `targets`: as PEFT takes them, and names of stacked
     experts; None for the layers of `parts`. `bias`: as `AdapterOptions` has it. `saved`: modules trained whole.
+    `dtype`: torch's name of the adapters' on the devices, None for PEFT's.
     """
 
     rank: int
@@ -26,12 +27,13 @@ class Adapters:
     rslora: bool = False
     bias: str = "none"
     saved: tuple[str, ...] = ()
+    dtype: str | None = None
 
     @classmethod
     def of(cls, options: AdapterOptions) -> Adapters | Continued | None:
         """Return the adapters that options ask for; None for none."""
         if options.init_adapter is not None:
-            return Continued(options.init_adapter)
+            return Continued(options.init_adapter, options.adapter_dtype)
         if options.lora is None:
             return None
         return cls(
@@ -44,6 +46,7 @@ class Adapters:
             rslora=options.rslora,
             bias=options.lora_bias,
             saved=options.modules_to_save or (),
+            dtype=options.adapter_dtype,
         )
 
     @property
@@ -64,6 +67,7 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """The adapter in a folder, whose weights training begins with."""
+    """The adapter in a folder, whose weights training begins with. `dtype`: as `Adapters` has it."""
 
     folder: Path
+    dtype: str | None = None

@@ -208,6 +208,7 @@ class PlanOptions(AdapterOptions):
 
     def __post_init__(self) -> None:
         """Refuse options that do not go together."""
+        AdapterOptions.__post_init__(self)
         if self.step_in_backward and self.machines > 1:
             raise Refused("--step-in-backward is for one machine; with --machines omit it")
         if self.switches and sum(self.switches) != (self.devices or 1):

@@ -30,6 +30,8 @@ def foretold(options: FineTuning, runtime: Runtime, largest_token: int, vocabula
     """
     if options.step_in_backward and not runtime.peers.is_alone:
         raise Refused(f"--step-in-backward is for one machine, but there are {runtime.peers.size}; omit it")
+    if options.adapter_dtype is not None and not runtime.peers.is_alone:
+        raise Refused(f"--adapter-dtype is for one machine, but there are {runtime.peers.size}; omit it")
     model = model_of(
         config_file(options),
         Adapters.of(options),

@@ -134,6 +134,7 @@ def wrapped(
         "name": called(options.model),
         "use_sequential_preset": True,
         "optim_dtype": getattr(torch, options.optim_dtype),
+        "adapter_dtype": None if options.adapter_dtype is None else getattr(torch, options.adapter_dtype),
         "master": options.master,
         "step_in_backward": options.step_in_backward,
         "runtime": runtime,

@@ -267,6 +267,7 @@ class FineTuning(AdapterOptions):
 
     def __post_init__(self) -> None:
         """Refuse options that do not go together."""
+        AdapterOptions.__post_init__(self)
         for flag, value in (("--data", self.data), ("--output", self.output)):
             if value is None and not self.is_small:
                 raise Refused(f"{flag} must be given with --model")

@@ -20,6 +20,7 @@ PARTS = ("attention", "dense", "experts", "router")
 USUAL_PARTS = PARTS[:3]
 # PEFT's own names, and one for its `lora_bias`.
 BIASES = ("none", "all", "lora_only", "adapters")
+DTYPES = ("float32", "bfloat16")
 # What a name of a layer never has: a target with any of these is a regular expression.
 _PATTERN = re.compile(r"[*+?()\[\]{}|\\^$]")
 _NEEDS_LORA = ("lora", ", the rank of the adapters")
@@ -89,12 +90,22 @@ class AdapterOptions:
     modules_to_save: tuple[str, ...] | None = _adapters(
         "modules that are trained whole beside the adapters, such as lm_head", several(TEXT), shown="none"
     )
+    adapter_dtype: str | None = option(
+        "numbers of adapters on the devices; masters, and what is saved, keep PEFT's",
+        one_of(DTYPES),
+        shown="PEFT's: float32",
+        group="adapters",
+    )
     init_adapter: Path | None = option(
         "go on from an adapter, of a run or of PEFT, which says all that --lora and the options beside it would",
         path("FOLDER", is_utf8=True),
         group="adapters",
         excludes="lora",
     )
+
+    def __post_init__(self) -> None:
+        if self.adapter_dtype is not None and not self.is_adapted:
+            raise Refused("--adapter-dtype needs adapters: --lora, the rank of new ones, or --init-adapter")
 
     @property
     def is_adapted(self) -> bool:

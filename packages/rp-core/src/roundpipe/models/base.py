@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import wraps
 from typing import Any, Self
 
@@ -23,6 +24,7 @@ from roundpipe.models.wrapped.call_site import caller
 from roundpipe.models.wrapped.foreign import check_not_packed_by_others
 from roundpipe.models.wrapped.master_dtype import coarse_words
 from roundpipe.models.wrapped.names import renamed
+from roundpipe.models.wrapped.narrow_adapters import NarrowAdapters
 from roundpipe.models.wrapped.stand_in import StandIn
 
 # Methods of transformers and PEFT that read the weights, or write them, on the host.
@@ -48,6 +50,8 @@ class RoundPipeBase(StandIn):
     _is_told: bool
     # What reads the weights call after call, so that no step may change them meanwhile; None: nothing.
     _under_way: str | None
+    # What of its adapters is rounded on the devices.
+    _narrow: NarrowAdapters
 
     def __init__(self, model: nn.Module, name: str | None, optim_dtype: torch.dtype | None) -> None:
         _check(model, name, optim_dtype)
@@ -55,6 +59,7 @@ class RoundPipeBase(StandIn):
         self._own("optim_dtype", optim_dtype)
         self._own("_is_told", False)
         self._own("_under_way", None)
+        self._own("_narrow", NarrowAdapters(model))
 
     # Between calls
 
@@ -235,7 +240,8 @@ class RoundPipeBase(StandIn):
 
     def checkpoint_layout(self) -> CheckpointLayout:
         """Return the names of the user's own model's tensors, in the model and in the files of a checkpoint."""
-        return layout_of(self.named_model)
+        layout = layout_of(self.named_model)
+        return replace(layout, unrounded=self._narrow.names_in(layout.tensors))
 
     @property
     def steps_in_backward(self) -> bool:
@@ -294,6 +300,7 @@ class RoundPipeBase(StandIn):
             if assign:
                 self._whole.restoring.replaced(self._keep_tied(before))
             self._whole.restoring.take_over()
+            self._narrow.load(self, renamed(state_dict, self._named))
             return incompatible
 
     def is_behind(self) -> bool:
@@ -315,6 +322,11 @@ class RoundPipeBase(StandIn):
         super().set_original_model(original_model)
         if self._named is not before:
             self._keep_current(self._named)
+
+    def set_narrow_adapters(self, narrow: NarrowAdapters) -> None:
+        """Let the masters of these adapters have the values that the parameters have rounded."""
+        self._own("_narrow", narrow)
+        narrow.begin(self)
 
     def _passed_on(self, name: str, found: Any) -> Any:
         return self._settled(found) if name in _READ_WEIGHTS else found

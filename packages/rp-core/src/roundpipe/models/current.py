@@ -27,6 +27,11 @@ def as_it_is() -> Generator[None]:
         _IS_AS_IT_IS.reset(token)
 
 
+def is_as_it_is() -> bool:
+    """Return whether the code is inside `as_it_is`."""
+    return _IS_AS_IT_IS.get()
+
+
 class Publisher(Protocol):
     """A wrapped model."""
 
@@ -54,7 +59,7 @@ class PublishFirst:
 
     def __call__(self, *_: object) -> None:
         publisher = self._publisher()
-        if publisher is None or _IS_AS_IT_IS.get():
+        if publisher is None or is_as_it_is():
             return
         if not publisher.runtime.closed:
             publisher.settle()
@@ -65,7 +70,7 @@ class PublishFirst:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Nothing, ()
+        return Nothing, ()
 
 
 class Replace:
@@ -76,7 +81,7 @@ class Replace:
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
         publisher = self._publisher()
-        if publisher is None or publisher.runtime.closed or _IS_AS_IT_IS.get():
+        if publisher is None or publisher.runtime.closed or is_as_it_is():
             return
         results = publisher.results_apart()
         for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
@@ -85,7 +90,7 @@ class Replace:
                 state[name] = results[parameter].detach()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Nothing, ()
+        return Nothing, ()
 
 
 def _refuse_itself(name: str, value: object, parameter: nn.Parameter) -> None:
@@ -96,8 +101,8 @@ def _refuse_itself(name: str, value: object, parameter: nn.Parameter) -> None:
         )
 
 
-class _Nothing:
-    """What a copy of the hook is."""
+class Nothing:
+    """What a copy of a hook is."""
 
     def __call__(self, *_: object) -> None: ...
 

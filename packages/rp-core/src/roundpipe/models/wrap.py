@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.unfit import refuse_unfit
 from roundpipe.models.wrapped.call_site import caller
 from roundpipe.models.wrapped.foreign import check_not_packed_by_others
+from roundpipe.models.wrapped.narrow_adapters import narrowed
 from roundpipe.models.wrapped.options import WrapOptions, given_config
 
 
@@ -42,6 +44,7 @@ def wrap_model_to_roundpipe(
     double_buffer: bool | None = None,
     master: MasterKind = "whole",
     step_in_backward: bool = False,
+    adapter_dtype: torch.dtype | None = None,
 ) -> RoundPipe | AutoRoundPipe:
     """Wrap a model; a Hugging Face model with a preset becomes a sequence of layers that share its parameters.
 
@@ -55,6 +58,10 @@ def wrap_model_to_roundpipe(
         override_config: settings by submodule, over `model_run_config`.
         model_run_config, name, optim_dtype, pin_model, runtime, compile_layers, double_buffer: for `RoundPipe`.
         master, step_in_backward: for `RoundPipe`. Parameters outside all wrapped submodules keep whole masters.
+        adapter_dtype: dtype in which the devices have the trained parameters of a PEFT model, which PEFT makes in
+            fp32 whatever the base is; default: as they are. In bf16 their products are as fast as the base's. The
+            optimizer's masters start from the unrounded values and are fp32, unless `optim_dtype` says otherwise,
+            and so are the adapters that are saved.
         example_inputs: arguments of the model's forward to observe it with, for models that are not observed with
             a few tokens, such as vision-language models.
 
@@ -89,6 +96,24 @@ def wrap_model_to_roundpipe(
         master=master,
         step_in_backward=step_in_backward,
     )
+    rules = Rules(
+        lower_threshold, _upper(model, upper_threshold, options), skip_modules, _configs(override_config)
+    )
+    with narrowed(model, adapter_dtype, options.devices()) as narrow:
+        options = replace(options, optim_dtype=narrow.master_dtype(optim_dtype))
+        wrapped = _wrapped(model, name, use_sequential_preset, example_inputs, rules, options)
+        wrapped.set_narrow_adapters(narrow)
+    return wrapped
+
+
+def _wrapped(
+    model: nn.Module,
+    name: str,
+    use_sequential_preset: bool | None,
+    example_inputs: Mapping[str, Any] | None,
+    rules: Rules,
+    options: WrapOptions,
+) -> RoundPipe | AutoRoundPipe:
     base, required = base_of(model), use_sequential_preset is True
     if required and adds_to_outputs(model):
         raise NotImplementedError(
@@ -97,12 +122,6 @@ def wrap_model_to_roundpipe(
         )
     is_row = use_sequential_preset is not False and not adds_to_outputs(model)
     row = row_of_preset(base, example_inputs, required=required) if is_row else None
-    rules = Rules(
-        lower_threshold,
-        _upper(model, upper_threshold, options),
-        skip_modules,
-        _configs(override_config),
-    )
     if row is None and isinstance(model, nn.Sequential):
         row = flat_row(model, rules.upper_bytes)
     if row is None:

@@ -12,13 +12,15 @@ from rp_engine.engine.host_parameters import HostParameters
 from rp_engine.engine.memory.memory_check import HostMemoryCheck
 from rp_engine.engine.memory.second_blocks import decide, want_for_restoring
 from rp_engine.runtime.runtime import Runtime
+from rp_engine.state.master import set_values
 from rp_engine.state.model_state import ModelState
 
 
 class Restoring:
     """Prepares the parts of a model for values that the caller writes, and goes on from these.
 
-    A state dict: `make_current`, write the weights, `take_over`. A checkpoint: `begin`, `refuse_training`, write
+    A state dict: `make_current`, write the weights, `take_over`; then `set_masters` for values of more bits than
+    weights have. A checkpoint: `begin`, `refuse_training`, write
     weights and masters, `end`. Call these inside `Runtime.launching`, which the caller holds meanwhile.
     """
 
@@ -51,6 +53,15 @@ class Restoring:
     def take_over(self) -> None:
         """Update the masters from weights that the caller has written."""
         self._carry_out(lambda host: host.take_over())
+
+    def set_masters(self, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Set the masters of these parameters to values that their weights have rounded. Drops all gradients."""
+        held = self.begin(is_behind=False)
+        self.refuse_training(is_behind=False)
+        for one in held:
+            if one.tensor in values and one.master is not None:
+                set_values(one.master, values[one.tensor])
+        self.end(is_behind=False)
 
     # A checkpoint
 

@@ -177,6 +177,30 @@ def published(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return weight
 
 
+def unrounded(master: torch.Tensor | None, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a copy of a master's values in `dtype`, or the weight's if it is not what publication makes of them.
+
+    Such a weight was written by code outside the engine, or its step is not published yet.
+    """
+    if (
+        master is None
+        or master.is_meta
+        or not torch.equal(published(master, weight.dtype).to(weight.dtype), weight)
+    ):
+        return weight.to(dtype, copy=True)
+    values = master.joined() if isinstance(master, SplitMaster) else master.detach()
+    return values.to(dtype, copy=True)
+
+
+def set_values(master: torch.Tensor, values: torch.Tensor) -> None:
+    """Set a master, whole or in halves; a master in halves writes the weight, too."""
+    if is_split(master):
+        master.write(0, values.detach().to(torch.float32).reshape(-1))
+    else:
+        with torch.no_grad():
+            master.copy_(values)
+
+
 def refuse_reads(master: Master) -> None:
     """Let only optimizers' steps read the ``.grad`` of `master`: other machines have the other gradients."""
     _DIVIDED[master] = True

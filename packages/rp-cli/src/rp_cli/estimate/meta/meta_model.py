@@ -83,7 +83,18 @@ def model_of(
     if adapters is not None:
         # The model itself holds the adapters, as PEFT puts them into its layers.
         adapt(model, adapters)
+        _narrow(model, adapters.dtype)
     return model.train()
+
+
+def _narrow(model: nn.Module, dtype: str | None) -> None:
+    """Give trained parameters of more bits this dtype, as devices get them."""
+    if dtype is None:
+        return
+    to: torch.dtype = getattr(torch, dtype)
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.itemsize > to.itemsize:
+            parameter.data = parameter.data.to(to)
 
 
 def check_positions(model: nn.Module, sequence: int) -> None:

@@ -1,0 +1,137 @@
+"""`NarrowAdapters`: adapters whose weights are rounded copies of the values that are trained and saved."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from rp_engine import Runtime, WholeModel
+from rp_engine.wrapping import unrounded
+from torch import nn
+
+from roundpipe.models.current import Nothing, is_as_it_is
+
+_NARROW = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Wrapped(Protocol):
+    """A wrapped model: what its adapters' values are read from and written to."""
+
+    runtime: Runtime
+
+    @property
+    def whole(self) -> WholeModel:
+        """The model on the host, between calls."""
+        ...
+
+    @property
+    def named_model(self) -> nn.Module:
+        """The user's own model."""
+        ...
+
+
+class NarrowAdapters:
+    """The trained parameters of a PEFT model that are of more bits than its layers get on the devices.
+
+    Masters start from their values as they are, and state dicts, and so PEFT's own files, have the masters' values
+    in the parameters' own dtype. Code that reads a parameter itself gets the rounded one.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
+        """Round the parameters of the model in place.
+
+        Raises `ValueError` or `TypeError` for an invalid dtype.
+        """
+        self._first: dict[torch.Tensor, torch.Tensor] = {} if dtype is None else _wider(model, dtype)
+        self._dtypes = {parameter: value.dtype for parameter, value in self._first.items()}
+        for parameter, value in self._first.items():
+            parameter.data = value.to(dtype)
+
+    def undo(self) -> None:
+        """Give the parameters their values back."""
+        for parameter, value in self._first.items():
+            parameter.data = value
+
+    def master_dtype(self, given: torch.dtype | None) -> torch.dtype | None:
+        """Return the dtype of masters: what was `given`, else fp32 if there are narrow parameters."""
+        return torch.float32 if given is None and self._dtypes else given
+
+    def begin(self, wrapped: Wrapped) -> None:
+        """Let the masters start from the first values, and state dicts have the masters' values."""
+        if not self._dtypes:
+            return
+        with wrapped.runtime.launching():
+            wrapped.whole.restoring.set_masters(self._first)
+        self._first = {}
+        wrapped.named_model.register_state_dict_post_hook(_Widen(wrapped, self._dtypes))  # pyright: ignore[reportUnknownMemberType]
+
+    def names_in(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:
+        """Return the dtype of each narrow parameter's own values by its name among `tensors`."""
+        return {name: self._dtypes[one] for name, one in tensors.items() if one in self._dtypes}
+
+    def load(self, wrapped: Wrapped, state: Mapping[str, Any]) -> None:
+        """Let the masters have the values of a state dict, of which the parameters have the rounded ones."""
+        named = wrapped.named_model.named_parameters(remove_duplicate=False)
+        given: dict[torch.Tensor, torch.Tensor] = {
+            one: state[name] for name, one in named if one in self._dtypes and name in state
+        }
+        if given:
+            wrapped.whole.restoring.set_masters(given)
+
+
+@contextmanager
+def narrowed(model: nn.Module, dtype: torch.dtype | None, runtime: Runtime) -> Generator[NarrowAdapters]:
+    """Round the adapters of a model that is wrapped inside the context; undo it if that raises.
+
+    Raises what `NarrowAdapters` raises, and `AloneOnly` on several machines.
+    """
+    if dtype is not None:
+        runtime.peers.refuse(
+            "adapter_dtype needs all masters of the adapters on one machine, to save them, but there are "
+            f"{runtime.peers.size}, which divide them; leave it out"
+        )
+    narrow = NarrowAdapters(model, dtype)
+    try:
+        yield narrow
+    except BaseException:
+        narrow.undo()
+        raise
+
+
+class _Widen:
+    """A post-hook of ``state_dict``: puts in the masters' values. Copies of it do nothing."""
+
+    def __init__(self, wrapped: Wrapped, dtypes: Mapping[torch.Tensor, torch.dtype]) -> None:
+        self._wrapped = weakref.ref(wrapped)
+        self._dtypes = dtypes
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        wrapped = self._wrapped()
+        if wrapped is None or is_as_it_is():
+            return
+        masters = {weight: one for held in wrapped.whole.states() for weight, one in held.masters.items()}
+        for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+            # With `keep_vars` the parameter itself was asked for.
+            if parameter in self._dtypes and state.get(name, parameter) is not parameter:
+                state[name] = unrounded(masters.get(parameter), parameter.detach(), self._dtypes[parameter])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Nothing, ()
+
+
+def _wider(model: nn.Module, dtype: torch.dtype) -> dict[torch.Tensor, torch.Tensor]:
+    if dtype not in _NARROW:
+        raise TypeError(f"adapter_dtype must be torch.bfloat16, torch.float16 or torch.float32, but is {dtype!r}")
+    if not isinstance(getattr(model, "peft_config", None), Mapping):
+        raise ValueError(
+            f"adapter_dtype is for a model with adapters of PEFT, but the {type(model).__name__} has none; add "
+            "them before wrapping, or leave it out"
+        )
+    return {
+        parameter: parameter.data
+        for parameter in model.parameters()
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.itemsize > dtype.itemsize
+    }
