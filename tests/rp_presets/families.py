@@ -44,8 +44,9 @@ class Family:
 class Families(Mapping[str, Family]):
     """Families by the names of their classes, which are imported as each is asked for: all take seconds."""
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str], overrides: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self._names = dict.fromkeys(names)
+        self._overrides = OVERRIDES if overrides is None else overrides
 
     def __getitem__(self, name: str) -> Family:
         import transformers
@@ -53,7 +54,7 @@ class Families(Mapping[str, Family]):
         if name not in self._names:
             raise KeyError(name)
         model_class = getattr(transformers, name)
-        return Family(model_class, text_config_of(model_class), OVERRIDES.get(name, {}))
+        return Family(model_class, text_config_of(model_class), self._overrides.get(name, {}))
 
     def __contains__(self, name: object) -> bool:
         return name in self._names

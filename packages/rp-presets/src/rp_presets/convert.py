@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rp_presets.caches.parts import in_parts, sizes_of
 from rp_presets.errors import ComputesBetween, NotARow, UnsupportedModel
+from rp_presets.images.belonging import BySample, Images, Unseen
+from rp_presets.images.examples import examples, takes_images
+from rp_presets.images.proof import prove_belonging
 from rp_presets.losses import OwnLosses
 from rp_presets.observing.candidates import lists_of_layers, spine_of
 from rp_presets.observing.imagined import own_losses
@@ -20,12 +23,14 @@ from rp_presets.rows.arguments import CACHES, names_of
 from rp_presets.rows.capture import Hooks
 from rp_presets.rows.glue import Epilogue, Interlude, Prologue
 from rp_presets.rows.layer import Layer
-from rp_presets.rows.layout import RowLayout
+from rp_presets.rows.layout import RowLayout, together
 from rp_presets.rows.skeleton import children_of
 from rp_presets.tracing import hide_from_other_threads
 
 # Each division has the code around the layers run once more in each call, and the model observed once more.
 _MOST_CUTS = 12
+
+Belonging: TypeAlias = Images | BySample | Unseen
 
 
 class Row(nn.Sequential):
@@ -46,12 +51,29 @@ class Row(nn.Sequential):
     # In a batch without padding these have one row, while `cu_seq_lens_q` has one entry per sequence.
     main_arguments = ("input_ids", "inputs_embeds")
 
-    def __init__(self, layers: Sequence[nn.Module], own_loss: OwnLosses) -> None:
+    def __init__(self, layers: Sequence[nn.Module], own_loss: OwnLosses, images: Belonging) -> None:
         super().__init__(*layers)
         self.own_loss = own_loss
+        self._images = images
         # Set the flag of the wrappers only: the model's modules inside may have different flags.
         for module in (self, *layers):
             module.training = layers[0].training
+
+    def entries_of_samples(self, arguments: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
+        """Return how many entries each sample has, by name of the arguments of a call that hold images.
+
+        Raises `ValueError` if images and their placeholders disagree; `UnsupportedModel` if the row takes none.
+        """
+        return self._images.entries(arguments)
+
+    def sample_dimensions(self, arguments: Mapping[str, Any]) -> Mapping[str, int]:
+        """Return which dimension is the batch, by name of the arguments of a call in which it is not the first."""
+        positions, ids = arguments.get("position_ids"), arguments.get("input_ids")
+        if not isinstance(positions, Tensor) or not isinstance(ids, Tensor):
+            return {}
+        # Time, height and width of each token, as of M-RoPE.
+        has_kinds = positions.ndim == 3 and positions.shape[1] == len(ids)
+        return {"position_ids": 1} if has_kinds else {}
 
     def __getitem__(self, idx: slice | int) -> Any:
         """Return a layer, or a slice of layers as an `nn.Sequential`, since part of a row has no own loss."""
@@ -105,15 +127,48 @@ def to_sequential(model: nn.Module, *, example_inputs: Mapping[str, Any] | None 
     with undisturbed(model), torch.no_grad():
         model.train()
         inputs = dict(example_inputs or inputs_for(model))
-        layout, seen = _layout(model, lists, inputs, hooks)
+        layout, seen = _layout(model, lists, [inputs], hooks)
+        images: Belonging = BySample(())
+        if not example_inputs and takes_images(model):
+            layout, seen, images = _with_images(model, lists, layout, seen, inputs, hooks)
     hooks.is_converted = True
-    return Row(_row(model, layout), own_losses(model, layout, seen, inputs))
+    return Row(_row(model, layout), own_losses(model, layout, seen, inputs), images)
+
+
+def _with_images(
+    model: nn.Module,
+    lists: Mapping[str, nn.ModuleList],
+    layout: RowLayout,
+    seen: list[Seen],
+    inputs: dict[str, Any],
+    hooks: Hooks,
+) -> tuple[RowLayout, list[Seen], Belonging]:
+    """Observe the model with images, too. Its towers count as code before the layers, since samples may have none.
+
+    What was observed without images stays if it is no row with them.
+    """
+    own = {segment.path: lists[segment.path] for segment in layout.segments}
+    reasons: list[str] = []
+    try:
+        for example in examples(model):
+            try:
+                both, seen_both = _layout(model, own, [inputs, example.arguments], hooks)
+                prove_belonging(model, both, example)
+            except UnsupportedModel as error:
+                reasons.append(str(error))
+            else:
+                return both, seen_both, example.images
+    except UnsupportedModel as error:
+        reasons.append(str(error))
+    return layout, seen, Unseen("; ".join(dict.fromkeys(reasons)))
 
 
 def _layout(
-    model: nn.Module, lists: Mapping[str, nn.ModuleList], inputs: dict[str, Any], hooks: Hooks
+    model: nn.Module, lists: Mapping[str, nn.ModuleList], calls: Sequence[dict[str, Any]], hooks: Hooks
 ) -> tuple[RowLayout, list[Seen]]:
-    """Observe the model. Lists that are not rows, except the largest, count as code around the others.
+    """Observe the model in calls with these arguments; return what was seen in the first.
+
+    Lists that are not rows, except the largest, count as code around the others.
 
     Lists are divided where the model computes between their layers.
     """
@@ -122,7 +177,7 @@ def _layout(
     while True:
         chosen = {path: sorted(cuts[path]) for path in lists if path not in refused}
         try:
-            return _observed(model, chosen, inputs, hooks)
+            return _observed(model, chosen, calls, hooks)
         except ComputesBetween as error:
             cuts[error.path].add(error.index)
             if len(cuts[error.path]) > _MOST_CUTS:
@@ -140,17 +195,19 @@ def _layout(
 
 
 def _observed(
-    model: nn.Module, chosen: Mapping[str, Sequence[int]], inputs: dict[str, Any], hooks: Hooks
+    model: nn.Module, chosen: Mapping[str, Sequence[int]], calls: Sequence[dict[str, Any]], hooks: Hooks
 ) -> tuple[RowLayout, list[Seen]]:
     cache = _takes_cache(model, spine_of(chosen))
-    arguments = {**inputs, **({"use_cache": False} if cache else {})}
-    trace = Trace(model, chosen, spine_of(chosen), hooks)
-    trace.run((), arguments)
-    layout = trace.layout(cache_argument=cache)
-    if not layout.segments:
+    traces = [Trace(model, chosen, spine_of(chosen), hooks) for _ in calls]
+    for trace, inputs in zip(traces, calls, strict=True):
+        trace.run((), {**inputs, **({"use_cache": False} if cache else {})})
+    layouts = [trace.layout(cache_argument=cache) for trace in traces]
+    if not layouts[0].segments:
         raise UnsupportedModel(f"{type(model).__name__} called none of its lists of layers: {', '.join(chosen)}")
-    seen = trace.seen()
-    return proven(model, layout, seen, inputs), seen
+    layout = together(layouts)
+    for trace, inputs in zip(traces, calls, strict=True):
+        layout = proven(model, layout, trace.seen(), inputs)
+    return layout, traces[0].seen()
 
 
 def _takes_cache(model: nn.Module, spine: frozenset[str]) -> bool:

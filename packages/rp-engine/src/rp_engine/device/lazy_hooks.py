@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 import torch
 
+# How transformers marks a model whose hooks, and those of the models inside, are registered.
+_FLAG = "_output_capturing_hooks_installed"
+
 
 def register_lazy_hooks(module: torch.nn.Module) -> None:
     """Register the hooks with which transformers collects outputs, in all Hugging Face models in this module.
@@ -17,7 +20,7 @@ def register_lazy_hooks(module: torch.nn.Module) -> None:
     """
     capturing = sys.modules.get("transformers.utils.output_capturing")
     register: Callable[[torch.nn.Module], None] = getattr(capturing, "maybe_install_capturing_hooks", _nothing)
-    for model in _topmost(module):
+    for model in _without_hooks(module):
         register(model)
 
 
@@ -26,7 +29,13 @@ def _nothing(model: torch.nn.Module) -> None:
     del model
 
 
-def _topmost(module: torch.nn.Module) -> list[torch.nn.Module]:
-    if any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
+def _without_hooks(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the outermost models in which no model has its hooks."""
+    # Transformers registers hooks in all models inside of one, also in those that have theirs: a vision tower that
+    # was called before its language model would collect everything twice.
+    is_model = any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
+    if is_model and not any(getattr(one, _FLAG, False) for one in module.modules()):
         return [module]
-    return [model for child in module.children() for model in _topmost(child)]
+    if getattr(module, _FLAG, False):
+        return []
+    return [model for child in module.children() for model in _without_hooks(child)]

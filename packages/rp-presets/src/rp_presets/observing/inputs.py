@@ -52,10 +52,15 @@ def _tensor(name: str, config: Any) -> Tensor:
     return makers[name](config)
 
 
-def _tokens(config: Any) -> Tensor:
+def usual_tokens(config: Any) -> list[int]:
+    """Return tokens of a model's vocabulary that no setting of its config names, at most 512."""
     special = set(_special_tokens(config))
     size = int(_first(config, ("vocab_size",), 32))
-    usual = [token for token in range(min(size, 512)) if token not in special] or [0]
+    return [token for token in range(min(size, 512)) if token not in special] or [0]
+
+
+def _tokens(config: Any) -> Tensor:
+    usual = usual_tokens(config)
     ids = torch.arange(_ROWS * _TOKENS).reshape(_ROWS, _TOKENS) * 7 + 3
     tokens = torch.tensor(usual)[ids % len(usual)]
     end = getattr(config, "eos_token_id", None)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from rp_presets.errors import UnsupportedModel
 from rp_presets.rows.absent import Spec
 from rp_presets.rows.capture import Hooks
 from rp_presets.rows.carry import Origin
@@ -74,3 +75,26 @@ class RowLayout:
         for number, segment in enumerate(self.segments):
             found.setdefault(segment.path, []).append((segment.start, number))
         return found
+
+
+def together(layouts: Sequence[RowLayout]) -> RowLayout:
+    """Return the layout of a model that was observed in several calls, which must call the same layers.
+
+    Raises `UnsupportedModel` if they do not.
+    """
+    first, *others = layouts
+    for other in others:
+        if _ranges(other) != _ranges(first):
+            raise UnsupportedModel(
+                f"the model calls the layers {_ranges(first)} in one call, and {_ranges(other)} in another"
+            )
+    return replace(
+        first,
+        parts=tuple(frozenset[str]().union(*parts) for parts in zip(*(one.parts for one in layouts), strict=True)),
+        needed=frozenset[Origin]().union(*(one.needed for one in layouts)),
+        written=frozenset[str]().union(*(one.written for one in layouts)),
+    )
+
+
+def _ranges(layout: RowLayout) -> list[str]:
+    return [f"{one.path}[{one.start}:{one.stop}]" for one in layout.segments]

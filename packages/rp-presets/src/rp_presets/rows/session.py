@@ -77,6 +77,8 @@ class Run:
 
     def layer(self, stub: Stub, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Session.layer`."""
+        if self._phase > self._stage:
+            raise Reached
         self._check_turn(stub)
         if stub.segment < self._stage:
             result = self._replayed(stub, (args, kwargs))
@@ -198,8 +200,6 @@ class Run:
 
     def _check_turn(self, stub: Stub) -> None:
         if (stub.segment, stub.index) != (self._phase, self._position):
-            if self._phase > self._stage:
-                raise Reached
             index = self._layout.segments[stub.segment].start + stub.index
             self._refuse(f"layer {index} is called out of turn; in a row every layer runs once, in order")
 

@@ -136,10 +136,14 @@ class Outline:
         self.own = {name: value for name, value in vars(module).items() if _is_fact(name, value)}
         self._specs = {name: cast(Spec, Spec.of(tensor)) for name, tensor in _own_tensors(module)}
         self._children = {name: Outline(child) for name, child in module.named_children()}
+        # A property of transformers' models: that of the first weight.
+        floating = (one.dtype for one in module.parameters() if one.is_floating_point())
+        self._dtype = next(floating, None) if isinstance(getattr(type(module), "dtype", None), property) else None
 
     def has(self, name: str) -> bool:
         """Return whether an attribute is known."""
-        return name in self.own or name in self._specs or name in self._children
+        own = (self.own, self._specs, self._children)
+        return any(name in table for table in own) or (name == "dtype" and self._dtype is not None)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not self.has(name):
@@ -148,6 +152,8 @@ class Outline:
             spec = self._specs[name]
             # An expanded scalar takes no memory.
             return Spec(torch.Size(), spec.dtype).stand_in(_SESSION.get().device).expand(spec.shape)
+        if name == "dtype" and name not in self.own:
+            return self._dtype
         return self.own[name] if name in self.own else self._children[name]
 
     def __deepcopy__(self, memo: object) -> Outline:

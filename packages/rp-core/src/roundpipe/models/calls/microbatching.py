@@ -21,8 +21,19 @@ def declared_spec(model: object, kwargs: Mapping[str, Any]) -> Any:
     """
     whole = getattr(model, "whole_arguments", frozenset[str]()) & kwargs.keys()
     main = [name for name in getattr(model, "main_arguments", ()) if _is_batch(kwargs.get(name))]
-    found = {**dict.fromkeys(whole, rp_batch.Replicate()), **dict.fromkeys(main, rp_batch.Split())}
+    dims, entries = (_told(model, method, kwargs) for method in ("sample_dimensions", "entries_of_samples"))
+    found: dict[str, Any] = {
+        **dict.fromkeys(whole, rp_batch.Replicate()),
+        **dict.fromkeys(main, rp_batch.Split()),
+        **{name: rp_batch.Split(dim) for name, dim in dims.items()},
+        **{name: rp_batch.Ragged(tuple(counts)) for name, counts in entries.items()},
+    }
     return (None, found) if found else None
+
+
+def _told(model: nn.Module, method: str, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a row of rp_presets tells of a call's arguments; nothing of other models."""
+    return getattr(model, method)(kwargs) if hasattr(model, method) else {}
 
 
 def knows_batch(model: nn.Module) -> bool:

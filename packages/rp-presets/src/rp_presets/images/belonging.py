@@ -1,0 +1,142 @@
+"""Which images belong to which samples of a batch: placeholders among the tokens consume them in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, cast
+
+from torch import Tensor
+
+from rp_presets.errors import UnsupportedModel
+from rp_presets.images.measures import Area, Measure
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """How the images in a call's arguments belong to its samples.
+
+    `names`: the arguments that hold images. `token`: the placeholder of a feature of an image in `input_ids`.
+    `measure`: how many features each image has. `grid`: the argument with a row for each image whose product is
+    how many entries it has in arguments that hold patches of all images in one tensor; empty if none do.
+
+    >>> import torch
+    >>> from rp_presets.images.measures import Alike
+    >>> images = Images(("pixel_values",), 9, Alike("pixel_values"), "")
+    >>> ids = torch.tensor([[1, 9, 9, 2, 9, 9], [1, 2, 3, 4, 5, 6], [9, 9, 1, 2, 3, 4]])
+    >>> images.entries({"input_ids": ids, "pixel_values": torch.zeros(3, 3, 8, 8)})
+    {'pixel_values': (2, 0, 1)}
+    """
+
+    names: tuple[str, ...]
+    token: int
+    measure: Measure
+    grid: str
+
+    def entries(self, arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Return how many entries of each argument that holds images each sample has.
+
+        Raises `ValueError` where placeholders and images disagree, with the sample.
+        """
+        given = {name: arguments[name] for name in self.names if isinstance(arguments.get(name), Tensor)}
+        if not given:
+            return {}
+        ids = arguments.get("input_ids")
+        if not isinstance(ids, Tensor):
+            raise ValueError(
+                f"input_ids must be given beside {next(iter(given))}: their placeholders ({self.token}) say which "
+                "images belong to which sample; give them in place of inputs_embeds"
+            )
+        wanted = cast("list[int]", (ids == self.token).sum(-1).tolist())  # pyright: ignore[reportUnknownMemberType]
+        owned = _owned(wanted, _scaled(self.measure.weights(given), sum(wanted)))
+        found: dict[str, tuple[int, ...]] = {}
+        for name in given:
+            lengths = self._lengths(name, given, owned[-1].stop)
+            found[name] = tuple(sum(lengths[image] for image in own) for own in owned)
+        return found
+
+    def places(self, name: str, arguments: Mapping[str, Any]) -> list[slice]:
+        """Return which entries of one argument each image has."""
+        given = {name: arguments[name] for name in self.names if isinstance(arguments.get(name), Tensor)}
+        lengths = self._lengths(name, given, len(self.measure.weights(given)))
+        return [slice(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
+
+    def _lengths(self, name: str, given: Mapping[str, Tensor], images: int) -> list[int]:
+        """Return how many entries of an argument each image has."""
+        length = len(given[name])
+        if length == images:
+            return [1] * images
+        patches = Area(self.grid).weights(given) if self.grid in given else []
+        if length != sum(patches):
+            raise ValueError(
+                f"{name} must have an entry for each of {images} images, or for each of their {sum(patches)} "
+                f"patches, but its shape is {tuple(given[name].shape)}"
+            )
+        return patches
+
+
+@dataclass(frozen=True, slots=True)
+class BySample:
+    """Arguments that hold the images of each sample in one entry, padded. `names`: these arguments."""
+
+    names: tuple[str, ...]
+
+    def entries(self, arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """See `Images.entries`."""
+        given = [name for name in self.names if isinstance(arguments.get(name), Tensor)]
+        return {name: (1,) * len(arguments[name]) for name in given}
+
+
+@dataclass(frozen=True, slots=True)
+class Unseen:
+    """Images that a row cannot take. `reason`: what prevents it."""
+
+    reason: str
+
+    def entries(self, arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Raise `UnsupportedModel` if there are images; see `Images.entries`."""
+        for name, value in arguments.items():
+            if name.startswith("pixel_values") and isinstance(value, Tensor):
+                raise UnsupportedModel(
+                    f"{name} cannot be given: the model is a row of layers for tokens alone. With images: "
+                    f"{self.reason}. Observe it with arguments like these, wrap_model_to_roundpipe(model, "
+                    "example_inputs=...), or wrap it with use_sequential_preset=False"
+                )
+        return {}
+
+
+def _scaled(weights: Sequence[int], placeholders: int) -> list[int]:
+    """Return the features of each image, given that all images have as many as there are placeholders."""
+    whole = sum(weights)
+    found = [weight * placeholders / max(whole, 1) for weight in weights]
+    if not all(one.is_integer() and one > 0 for one in found):
+        raise ValueError(
+            f"the batch has {placeholders} placeholders of images, which {len(weights)} images cannot fill: their "
+            f"features are as {_brief(weights)}; each image that is given must have its placeholders in input_ids"
+        )
+    return [int(one) for one in found]
+
+
+def _owned(wanted: Sequence[int], features: Sequence[int]) -> list[range]:
+    """Return the images of each sample. `wanted`: the placeholders of each sample."""
+    found: list[range] = []
+    image = 0
+    for sample, placeholders in enumerate(wanted):
+        first, filled = image, 0
+        while filled < placeholders and image < len(features):
+            filled += features[image]
+            image += 1
+        if filled != placeholders:
+            raise ValueError(
+                f"sample {sample} must have as many placeholders as whole images have features, but has "
+                f"{placeholders}: the images from number {first} on have {_brief(features[first:])}; each image "
+                "must belong to one sample, in the order of the samples"
+            )
+        found.append(range(first, image))
+    return found
+
+
+def _brief(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:6]))
+    return f"({shown}, ...)" if len(numbers) > 6 else f"({shown})"

@@ -1,0 +1,142 @@
+"""A few samples with images to observe a model with: one with two images, one without, one with one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from rp_presets.errors import UnsupportedModel
+from rp_presets.images.belonging import BySample, Images
+from rp_presets.images.forms import forms
+from rp_presets.images.measures import features, measures
+from rp_presets.observing.inputs import usual_tokens
+
+# The sample of each image.
+OWNERS = (0, 0, 2)
+_PLACEHOLDERS = ("image_token_id", "image_token_index", "img_token_id", "image_patch_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Arguments of a model's forward with images, and how these belong to its samples."""
+
+    arguments: dict[str, Any]
+    images: Images | BySample
+
+    def place(self, name: str, image: int) -> Any:
+        """Return the index of the pixels of one image in an argument."""
+        if isinstance(self.images, BySample):
+            return OWNERS[image], OWNERS[:image].count(OWNERS[image])
+        return self.images.places(name, self.arguments)[image]
+
+
+def takes_images(model: nn.Module) -> bool:
+    """Return whether a model's forward takes images beside tokens.
+
+    >>> takes_images(nn.Linear(1, 1))
+    False
+    """
+    names = _parameters(model)
+    return "input_ids" in names and "pixel_values" in names and hasattr(model, "config")
+
+
+def examples(model: nn.Module) -> Iterator[Example]:
+    """Yield samples with images in each form that the model's own `get_image_features` takes.
+
+    Raises `UnsupportedModel` if it takes none of those that are known.
+    """
+    seeing = next((one for one in _towers(model) if hasattr(one, "get_image_features")), None)
+    if seeing is None:
+        raise UnsupportedModel("it has no get_image_features, which tells how many features an image has")
+    refused: list[str] = []
+    made = 0
+    for given in forms(cast(Any, model).config, _parameters(model)):
+        taken = {name: value for name, value in given.items() if name in _parameters(seeing, "get_image_features")}
+        try:
+            own, total = features(seeing, taken)
+        except Exception as error:  # the model's own code, which was not made for this form
+            refused.append(f"{_form(given)}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            continue
+        for example in _with_tokens(model, seeing, given, own, total):
+            made += 1
+            yield example
+    if not made:
+        raise UnsupportedModel(f"it takes images in no form that is known: {'; '.join(refused)}")
+
+
+def _with_tokens(
+    model: nn.Module, seeing: nn.Module, given: Mapping[str, Tensor], own: list[int] | None, total: int
+) -> Iterator[Example]:
+    token = _placeholder(cast(Any, model).config)
+    if given["pixel_values"].ndim == 5 and "image_sizes" not in given:
+        each = total // len(OWNERS)
+        yield _example(model, given, token, [each] * len(OWNERS), BySample(tuple(given)))
+        return
+    rows = [name for name, value in given.items() if not value.is_floating_point()]
+    grid = next((name for name in rows if len(given["pixel_values"]) == int(given[name].prod(-1).sum())), "")
+    for measure in measures(seeing, given):
+        weights = measure.weights(given)
+        counts = [weight * total / sum(weights) for weight in weights]
+        if len(counts) != len(OWNERS) or not all(map(float.is_integer, counts)) or own not in (None, counts):
+            continue
+        yield _example(
+            model, given, token, [int(one) for one in counts], Images(tuple(given), token, measure, grid)
+        )
+        return
+
+
+def _example(
+    model: nn.Module, given: Mapping[str, Tensor], token: int, counts: Sequence[int], images: Images | BySample
+) -> Example:
+    ids = _tokens(cast(Any, model).config, token, counts)
+    kinds = (ids == token).long()
+    names = _parameters(model)
+    more = {name: kinds for name in names if name.endswith("token_type_ids")}
+    device = next((one.device for one in model.parameters() if not one.is_meta), None)
+    arguments = {"input_ids": ids, **given, **more}
+    return Example({name: value.to(device) for name, value in arguments.items()}, images)
+
+
+def _tokens(config: Any, token: int, counts: Sequence[int]) -> Tensor:
+    """Return rows of tokens with placeholders in place of each image."""
+    usual = iter(usual_tokens(config) * 100)
+    before, after = (_number(config, f"vision_{side}_token_id") for side in ("start", "end"))
+    rows: list[list[int]] = [[next(usual), next(usual)] for _ in range(3)]
+    for owner, count in zip(OWNERS, counts, strict=True):
+        rows[owner] += [*before, *[token] * count, *after, next(usual)]
+    longest = max(map(len, rows)) + 1
+    return torch.tensor([[*row, *(next(usual) for _ in range(longest - len(row)))] for row in rows])
+
+
+def _number(config: Any, name: str) -> list[int]:
+    value = getattr(config, name, None)
+    return [value] if isinstance(value, int) else []
+
+
+def _placeholder(config: Any) -> int:
+    for name in _PLACEHOLDERS:
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    raise UnsupportedModel(f"its config names no placeholder of images: none of {', '.join(_PLACEHOLDERS)}")
+
+
+def _towers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that may have `get_image_features`: first the one inside, which the model calls."""
+    base = cast(nn.Module, getattr(model, "get_base_model", lambda: model)())
+    inside = getattr(base, "model", None)
+    return [*([inside] if isinstance(inside, nn.Module) else []), base]
+
+
+def _parameters(model: nn.Module, method: str = "forward") -> list[str]:
+    base = cast(nn.Module, getattr(model, "get_base_model", lambda: model)())
+    return list(inspect.signature(getattr(type(base), method)).parameters)
+
+
+def _form(given: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {tuple(value.shape)}" for name, value in given.items())

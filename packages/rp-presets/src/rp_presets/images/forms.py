@@ -1,0 +1,166 @@
+"""The forms in which models take images: tensors of a few small ones, made from a config."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a config says: `side` of an image and of a `patch`, `frames` a patch, `merge` patches a side."""
+
+    side: int
+    patch: int
+    frames: int
+    merge: int
+    channels: int
+    pinpoints: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, config: Any) -> Sizes:
+        """Read them from a model's config."""
+        configs = [*_vision_configs(config), config]
+        patch = _number(_found(configs, "patch_size"), 14)
+        return cls(
+            _number(_found(configs, "image_size"), patch * 4),
+            patch,
+            _number(_found(configs, "temporal_patch_size"), 1),
+            _number(_found(configs, "spatial_merge_size", "merge_size", "pooling_kernel_size"), 1),
+            _number(_found(configs, "in_channels", "in_chans", "num_channels"), 3),
+            tuple((one[0], one[1]) for one in _found(configs, "image_grid_pinpoints") or ()),
+        )
+
+
+def forms(config: Any, names: Collection[str]) -> Iterator[Arguments]:
+    """Yield the arguments for three images in each form that a model may take. `names`: arguments of its forward.
+
+    The first two images are of one sample and the third is of another. Where a model takes images of several
+    sizes, they differ.
+    """
+    sizes = Sizes.of(config)
+    if "pixel_values" not in names:
+        return
+    for form in (_grids, _positions, _shapes, _tiles, _sized, _plain, _by_sample):
+        yield from form(sizes, names)
+
+
+def _grids(sizes: Sizes, names: Collection[str]) -> Iterator[Arguments]:
+    """Patches of all images in one tensor, with the grid of each."""
+    name = next((name for name in ("image_grid_thw", "image_grid_hws", "image_grid_hw") if name in names), None)
+    if name is None:
+        return
+    for merge in dict.fromkeys((sizes.merge, 2, 1)):
+        grids = torch.tensor([[2, 2], [2, 4], [4, 2]]) * merge
+        count = int(grids.prod(-1).sum())
+        if name == "image_grid_thw":
+            grids = torch.cat([torch.ones(3, 1, dtype=torch.int64), grids], 1)
+        side, frames, channels = sizes.patch, sizes.frames, sizes.channels
+        more = {"image_merge_sizes": torch.full((3,), merge)} if "image_merge_sizes" in names else {}
+        for shape in dict.fromkeys(
+            (
+                (channels * frames * side * side,),
+                (channels, side, side),
+                (channels * side * side,),
+                (channels, frames, side, side),
+            )
+        ):
+            yield {"pixel_values": varied(count, *shape), name: grids, **more}
+
+
+def _positions(sizes: Sizes, names: Collection[str]) -> Iterator[Arguments]:
+    """Patches of each image, padded, with the position of each."""
+    if "image_position_ids" not in names:
+        return
+    merge = sizes.merge
+    grids = [(merge, merge), (merge, 2 * merge), (2 * merge, merge)]
+    most = 2 * merge * merge
+    positions = torch.full((3, most, 2), -1)
+    for own, (height, width) in zip(positions, grids, strict=True):
+        places = [(x, y) for y, x in itertools.product(range(height), range(width))]
+        own[: len(places)] = torch.tensor(places)
+    for side in dict.fromkeys((sizes.patch, sizes.patch * merge)):
+        pixels = varied(3, most, sizes.channels * side**2)
+        yield {"pixel_values": pixels, "image_position_ids": positions}
+
+
+def _shapes(sizes: Sizes, names: Collection[str]) -> Iterator[Arguments]:
+    """Patches of each image, padded, with its height and width in patches."""
+    if "spatial_shapes" not in names:
+        return
+    for merge in dict.fromkeys((sizes.merge, 2)):
+        shapes = torch.tensor([[2, 2], [2, 4], [4, 2]]) * merge
+        counts = shapes.prod(-1)
+        mask = (torch.arange(int(counts.max()))[None] < counts[:, None]).long()
+        pixels = varied(*mask.shape, sizes.channels * sizes.patch**2)
+        yield {"pixel_values": pixels, "spatial_shapes": shapes, "pixel_attention_mask": mask}
+
+
+def _tiles(sizes: Sizes, names: Collection[str]) -> Iterator[Arguments]:
+    """Tiles of each image, padded, with its size before it was divided."""
+    if "image_sizes" not in names or not sizes.pinpoints:
+        return
+    chosen = sorted(sizes.pinpoints, key=math.prod)[:2]
+    own = [chosen[0], chosen[-1], chosen[0]]
+    tiles = [1 + math.prod(-(-length // sizes.side) for length in one) for one in own]
+    pixels = varied(3, max(tiles), sizes.channels, sizes.side, sizes.side)
+    for image, count in zip(pixels, tiles, strict=True):
+        image[count:] = 0
+    yield {"pixel_values": pixels, "image_sizes": torch.tensor(own)}
+
+
+def _sized(sizes: Sizes, names: Collection[str]) -> Iterator[Arguments]:
+    """Images that are padded to the largest, with the size of each."""
+    if "image_sizes" not in names:
+        return
+    unit = sizes.patch * sizes.merge
+    own = torch.tensor([[1, 1], [1, 2], [2, 1]]) * 2 * unit
+    yield {"pixel_values": varied(3, sizes.channels, 4 * unit, 4 * unit), "image_sizes": own}
+    yield {
+        "pixel_values": varied(3, sizes.channels, sizes.side, sizes.side),
+        "image_sizes": torch.full((3, 2), sizes.side),
+    }
+
+
+def _plain(sizes: Sizes, names: Collection[str]) -> Iterator[Arguments]:
+    """Images, or tiles of images, of one size."""
+    del names
+    yield {"pixel_values": varied(3, sizes.channels, sizes.side, sizes.side)}
+
+
+def _by_sample(sizes: Sizes, names: Collection[str]) -> Iterator[Arguments]:
+    """Images by sample: padded with zeros to as many as the sample that has most."""
+    del names
+    pixels = varied(3, 2, sizes.channels, sizes.side, sizes.side)
+    pixels[1] = 0
+    pixels[2, 1] = 0
+    yield {"pixel_values": pixels}
+
+
+def varied(*shape: int) -> Tensor:
+    """Return random numbers, the same each time."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def _vision_configs(config: Any) -> list[Any]:
+    fields = cast("Mapping[str, Any]", vars(config))
+    return [value for name, value in fields.items() if name.startswith("vis") and hasattr(value, "to_dict")]
+
+
+def _found(configs: list[Any], *names: str) -> Any:
+    values = (getattr(one, name, None) for one, name in itertools.product(configs, names))
+    return next((value for value in values if value is not None), None)
+
+
+def _number(value: Any, default: int) -> int:
+    if isinstance(value, list | tuple):
+        return int(cast("list[int]", value)[-1])
+    return default if value is None else int(value)
