@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import copy
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from roundpipe import RoundPipe, Runtime, pack_frozen, profile, unpack_frozen, wrap_model_to_roundpipe
+from roundpipe import (
+    RoundPipe,
+    RoundPipeRunConfig,
+    Runtime,
+    pack_frozen,
+    profile,
+    unpack_frozen,
+    wrap_model_to_roundpipe,
+)
 from roundpipe.optim import AdamW
+from rp_sched import LayerCost, Limits, Task, simulate
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
@@ -122,6 +132,30 @@ def test_several_devices_bring_what_does_not_fit_on_them_together(llama: LlamaFo
     assert torch.equal(tokens, generated(llama))
     # If both ran all layers, each would bring more than half of the weights for each token, and all for the first.
     assert nbytes < NUM_TOKENS * weights_of(llama)
+
+
+def test_devices_that_bring_weights_work_at_the_same_time(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    config = RoundPipeRunConfig(num_microbatch=2)
+    with (
+        Runtime("cpu:2", device_memory_bytes=int(0.45 * weights_of(llama))) as runtime,
+        profile(tmp_path / "trace.json") as taken,
+    ):
+        tokens = generated(wrapped(llama, runtime), roundpipe_run_config=config)
+
+    assert torch.equal(tokens, generated(llama))
+    # A layer's time for one microbatch is half of that which its weights take to come.
+    costs = [LayerCost(1.0, weight_bytes=2_000_000, trainable_bytes=0)] * (len(llama.model.layers) + 2)
+    found = {span.name.split()[0]: span.place[-1] for span in taken.spans if span.kind == "task"}
+    on_two = sorted(
+        (Task.parse(f"{name} m0:2 @{device}") for name, device in found.items()),
+        key=lambda task: task.layers.start,
+    )
+    on_one = [replace(task, device=0) for task in on_two]
+    of_one, of_two = (
+        simulate([tasks] * 4, costs, devices=2, microbatches=2, mode="infer", limits=Limits(upload_gb_s=1.0))
+        for tasks in (on_one, on_two)
+    )
+    assert of_two.makespan_ms < 0.6 * of_one.makespan_ms
 
 
 def test_keys_and_values_that_grow_take_the_memory_of_weights(llama: LlamaForCausalLM, tmp_path: Path) -> None:

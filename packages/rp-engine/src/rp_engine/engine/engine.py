@@ -270,8 +270,7 @@ class Engine:
     @property
     def state_device(self) -> torch.device:
         """The device of the last layer in `forward_with_state`."""
-        homes = self.planner.homes()
-        last = max(device for device, home in enumerate(homes) if home)
+        _, last = max((home[-1], device) for device, home in enumerate(self.planner.homes()) if home)
         return self._runtime.lanes[last].device.torch_device
 
     def forward_with_state(

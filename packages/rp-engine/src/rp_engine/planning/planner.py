@@ -73,7 +73,7 @@ class Planner:
     def forget(self) -> None:
         """Drop all plans and measurements, since the layers have changed."""
         self._timers: dict[tuple[Mode, int], ModelTimer] = {}
-        self._homes: tuple[range, ...] | None = None
+        self._homes: tuple[tuple[int, ...], ...] | None = None
         # With the footprint's version and number of shortages that they know of.
         self._plans: dict[object, tuple[tuple[int, int], PlanInUse]] = {}
         self.footprint = Footprint(self._state.layers)
@@ -199,7 +199,7 @@ class Planner:
         self._predict("infer", size, tasks)
         return tasks
 
-    def homes(self) -> tuple[range, ...]:
+    def homes(self) -> tuple[tuple[int, ...], ...]:
         """Return the layers of each device in calls whose state stays there; the same until layers change."""
         if self._homes is None:
             self._homes = homes(self._state.layers, self._runtime)

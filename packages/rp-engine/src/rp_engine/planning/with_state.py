@@ -17,27 +17,43 @@ from rp_engine.state.layers import LayerState
 _SHARE = 0.6
 # Nothing is known of what else there is when the first task brings all of a device's weights.
 _EASY_SHARE = 0.5
+# Of a device's memory, for the layers that it has at its turn: as many as a task brings while others stay.
+_TURN_SHARE = 1 / 32
 # Of a device's memory, for the weights of a task if none stay.
 _STAGE_SHARE = 0.25
 
 
-def homes(layers: Sequence[LayerState], runtime: Runtime) -> tuple[range, ...]:
-    """Return the layers of each device: on as few devices as have room, one after another, or on all of them.
+def homes(layers: Sequence[LayerState], runtime: Runtime) -> tuple[tuple[int, ...], ...]:
+    """Return the layers of each device.
 
-    Also where they do not fit together: each device then brings what does not fit of its own layers alone. If
-    devices divided the microbatches, each would keep the same weights, and bring the same others.
+    Where all weights have room on some devices, those layers that follow each other are on as few devices as that
+    takes. Otherwise each device brings what does not fit of its own layers alone, and a few layers go to each in
+    turn: so all devices bring weights at the same time, and each computes another microbatch. If devices divided
+    the microbatches, each would keep the same weights, and bring the same others.
     """
     sizes = [bytes_to_bring([layer]) for layer in layers]
     memory = [use.total_bytes for use in runtime.memory()]
     fitting = (count for count, room in enumerate(accumulate(memory), start=1) if sum(sizes) <= _SHARE * room)
-    return _divided(sizes, memory[: next(fitting, len(memory))], len(memory))
+    if (count := next(fitting, None)) is not None:
+        return _divided(sizes, memory[:count], len(memory))
+    return _in_turn(sizes, _TURN_SHARE * min(memory), len(memory))
 
 
-def _divided(sizes: Sequence[int], shares: Sequence[int], count: int) -> tuple[range, ...]:
-    """Consecutive ranges whose sizes are about as `shares`, and empty ones, `count` in all.
+def _in_turn(sizes: Sequence[int], most: float, count: int) -> tuple[tuple[int, ...], ...]:
+    """Layers that follow each other and take `most` bytes, or single layers, to `count` devices in turn.
+
+    >>> _in_turn([1, 4, 2, 2, 4], 4, 2)
+    ((0, 2, 3), (1, 4))
+    """
+    turns = _within(most, dict(enumerate(sizes)))
+    return tuple(tuple(layer for turn in turns[first::count] for layer in turn) for first in range(count))
+
+
+def _divided(sizes: Sequence[int], shares: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
+    """Layers that follow each other, whose sizes are about as `shares`, and none, for `count` devices in all.
 
     >>> _divided([1, 4, 4, 4, 3], [10, 10], 3)
-    (range(0, 3), range(3, 5), range(5, 5))
+    ((0, 1, 2), (3, 4), ())
     """
     ends = [share * sum(sizes) / sum(shares) for share in accumulate(shares)]
     before = accumulate(sizes, initial=0)
@@ -46,14 +62,13 @@ def _divided(sizes: Sequence[int], shares: Sequence[int], count: int) -> tuple[r
         min(bisect_right(ends, start + size / 2), len(shares) - 1)
         for start, size in zip(before, sizes, strict=False)
     ]
-    starts = [sum(home < device for home in homes) for device in range(count + 1)]
-    return tuple(map(range, starts, starts[1:]))
+    return tuple(tuple(layer for layer, home in enumerate(homes) if home == device) for device in range(count))
 
 
 def tasks_at_home(
     layers: Sequence[LayerState],
     microbatches: int,
-    homes: Sequence[range],
+    homes: Sequence[Sequence[int]],
     kept: Sequence[Kept],
     memory: Sequence[float],
 ) -> tuple[Task, ...]:
@@ -62,14 +77,15 @@ def tasks_at_home(
     `kept`: the weights that are on each device, of `memory` bytes. A task that brings many others leaves room for
     those of the next task, and for the state.
     """
-    return tuple(
+    tasks = [
         Task(TaskKind.FORWARD, stage, range(microbatches), device)
         for device, home in enumerate(homes)
         for stage in _stages(layers, home, kept[device], memory[device])
-    )
+    ]
+    return tuple(sorted(tasks, key=lambda task: task.layers.start))
 
 
-def _stages(layers: Sequence[LayerState], home: range, kept: Kept, memory: float) -> list[range]:
+def _stages(layers: Sequence[LayerState], home: Sequence[int], kept: Kept, memory: float) -> list[range]:
     sizes = {layer: bytes_to_bring([layers[layer]], kept) for layer in home}
     total = bytes_to_bring([layers[layer] for layer in home])
     if sum(sizes.values()) == total <= _EASY_SHARE * memory:
@@ -80,16 +96,16 @@ def _stages(layers: Sequence[LayerState], home: range, kept: Kept, memory: float
 
 
 def _within(most: float, sizes: dict[int, int]) -> list[range]:
-    """Consecutive layers whose sizes add up to `most` or less, or are a single layer.
+    """Layers that follow each other, whose sizes add up to `most` or less, or are a single layer.
 
-    >>> _within(5, {3: 2, 4: 3, 5: 1, 6: 9})
-    [range(3, 5), range(5, 6), range(6, 7)]
+    >>> _within(5, {3: 2, 4: 3, 5: 1, 6: 9, 8: 1})
+    [range(3, 5), range(5, 6), range(6, 7), range(8, 9)]
     """
     first = next(iter(sizes))
     stages, nbytes = [range(first, first)], 0
     for layer, size in sizes.items():
         begun = stages[-1]
-        if begun and nbytes + size > most:
+        if begun and (layer != begun.stop or nbytes + size > most):
             stages.append(range(layer, layer + 1))
             nbytes = size
         else:
