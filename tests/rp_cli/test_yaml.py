@@ -173,6 +173,24 @@ def test_there_are_fifty_hostile_files() -> None:
     assert len(HOSTILE) >= 50
 
 
+@pytest.mark.parametrize(
+    ("name", "flag", "is_on"), [("dora", "--no-dora", False), ("no_packing", "--packing", True)]
+)
+def test_a_flag_of_a_file_is_switched_off_on_the_command_line(
+    name: str, flag: str, is_on: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text(f"model: m\ndata: d\noutput: o\nlora: 8\n{name}: true\n")
+    options, field = declared(FineTuning), {"no_packing": "packing"}.get(name, name)
+
+    found = [
+        getattr(read(FineTuning, with_config(parse(["train", "--config", str(path), *more]), options)), field)
+        for more in ([], [flag])
+    ]
+
+    assert found == [not is_on, is_on]
+
+
 @pytest.mark.parametrize("kind", ["pipe", "device", "link to a device", "folder"])
 def test_a_config_that_is_no_file_is_refused_and_not_waited_for(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"

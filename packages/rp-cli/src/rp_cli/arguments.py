@@ -195,7 +195,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, command in COMMANDS.items():
         own = commands.add_parser(name, help=command.help, description=command.description, allow_abbrev=False)
-        _add_options(own, declared(command.options).values())
+        options = declared(command.options)
+        _add_options(own, options.values())
+        if "config" in options:
+            _add_opposites(own, options.values())
         if "config" in declared(command.options) and command.files_of is None:
             words = "print the JSON schema of files for --config, for editors, and end"
             own.add_argument("--schema", action=_Schema, nargs=0, const=command.options, help=words)
@@ -213,3 +216,20 @@ def _add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> 
         groups[option.group].add_argument(
             name, default=argparse.SUPPRESS, help=option.told, **metavar, **_ACTIONS[kind.takes]
         )
+
+
+def _add_opposites(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
+    """Let a flag that a file of ``--config`` has be switched off. Help says so there, once."""
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    for option in options:
+        if option.kind.takes == "flag" and option.in_files:
+            parser.add_argument(_opposite(option.flag), dest=option.name, action="store_false", **hidden)
+
+
+def _opposite(flag: str) -> str:
+    """Return the flag that switches this one off.
+
+    >>> _opposite("--dora"), _opposite("--no-packing")
+    ('--no-dora', '--packing')
+    """
+    return f"--{flag.removeprefix('--no-')}" if flag.startswith("--no-") else f"--no-{flag.removeprefix('--')}"

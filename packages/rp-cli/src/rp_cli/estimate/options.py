@@ -150,7 +150,8 @@ class PlanOptions(AdapterOptions):
         Default(_no_model),
     )
     config: Path | None = option(
-        "options of a training in YAML, or recipe:NAME, which needs no network; those given here count first",
+        "options of a training in YAML, or recipe:NAME, which needs no network; those given here count first, and "
+        "--no-FLAG switches off one that is there",
         path("FILE"),
         compare=False,
         in_files=False,

@@ -182,7 +182,8 @@ class FineTuning(AdapterOptions):
     )
     tokenizer: Path | None = _tuning("the tokenizer", path("FOLDER"), shown="the model's")
     config: Path | None = _tuning(
-        "options in YAML, by the same names without dashes, or recipe:NAME; those given here count first",
+        "options in YAML, by the same names without dashes, or recipe:NAME; those given here count first, and "
+        "--no-FLAG switches off one that is there",
         path("FILE"),
         compare=False,
         in_files=False,
