@@ -17,7 +17,11 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 TRAINING = [
     "full_finetuning", "lora", "resnet", "encoder_decoder", "distillation", "own_schedule", "optimizer_alone"
 ]  # fmt: skip
-WITH_TRL = ["sft", "dpo"]
+WITH_TRL = ["sft", "dpo", "kto"]
+NEEDS_KERNEL = pytest.mark.skipif(
+    Version(version("trl")) < Version("1.16") and not torch.cuda.is_available(),
+    reason="TRL before 1.16 computes losses by a Triton kernel",
+)
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*parts were requested"), pytest.mark.usefixtures("default")]
 
@@ -40,14 +44,18 @@ def test_an_example_that_trains_has_falling_losses(name: str, monkeypatch: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    Version(version("trl")) < Version("1.16") and not torch.cuda.is_available(),
-    reason="TRL before 1.16 computes losses by a Triton kernel",
-)
+@NEEDS_KERNEL
 @pytest.mark.parametrize("name", WITH_TRL)
 def test_an_example_of_trls_has_falling_losses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = example(name, monkeypatch).main(["--tiny"])
     assert sum(losses[-3:]) / 3 < 0.95 * losses[0]
+
+
+@pytest.mark.slow
+@NEEDS_KERNEL
+def test_the_example_of_reinforcement_has_rising_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards = example("grpo", monkeypatch).main(["--tiny"])
+    assert sum(rewards[-3:]) / 3 > 2 * sum(rewards[:3]) / 3
 
 
 def test_the_splitter_has_the_loss_of_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,7 @@ def trained(
     mixin: tuple[type, ...] = (),
     reward: Callable[[], Any] = lambda: digits,
     seeded: bool = True,
+    resume: str | None = None,
     **given: Any,
 ) -> Any:
     """A trainer that has trained a model in `path`, whose reference is that model, too."""
@@ -100,7 +101,7 @@ def trained(
         reward_funcs=rewards,
         **given,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -241,6 +242,36 @@ def test_each_line_of_the_log_says_how_long_phases_took(tmp_path, options, caplo
     assert all(value > 0 for line in (first, second) for key, value in line.items() if key.startswith("seconds/"))
     table = next(message for message in caplog.messages if message.startswith("seconds by phase:"))
     assert len(table.splitlines()) == 5
+
+
+@pytest.mark.slow
+def test_a_run_that_was_resumed_is_the_same_with_what_the_trainer_keeps_beside(tmp_path, options):
+    # The coefficient of the entropy follows a target that is never reached.
+    entropy = {"use_adaptive_entropy": True, "entropy_target": 9.0, "save_strategy": "steps", "save_steps": 2}
+    whole = trained("grpo", tmp_path, entropy, (RoundPipeMixin,), roundpipe=options)
+    checkpoint = str(tmp_path / "run" / "checkpoint-2")
+
+    found = trained("grpo", tmp_path, entropy, (RoundPipeMixin,), roundpipe=options, resume=checkpoint)
+
+    assert_same(found, whole, ("loss", "reward"), atol=0)
+    assert found.entropy_coef == whole.entropy_coef > 0
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_log_probabilities_leave_the_devices_without_logits(tmp_path, options, gradients):
+    trainer = trained("grpo", tmp_path, {"max_steps": 1}, (RoundPipeMixin,), roundpipe=options)
+    ids = torch.randint(2, len(WORDS), (4, 9))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+    with torch.set_grad_enabled(gradients):
+        output = trainer.model_wrapped(**batch, fused_lm_head=True)
+
+    assert {name: tuple(value.shape) for name, value in output.items() if value.ndim} == {
+        "log_probs": (4, 8),
+        "entropy": (4, 8),
+        "label_mask": (4, 8),
+    }
+    assert output.log_probs.requires_grad == gradients
 
 
 @pytest.mark.nightly
