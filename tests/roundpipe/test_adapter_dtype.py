@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from roundpipe import (
     AutoRoundPipe,
     RoundPipe,
@@ -162,12 +162,22 @@ def test_saved_adapters_are_the_masters_and_training_goes_on_from_them(
     assert is_async or again == wanted
 
 
-def test_a_state_dict_loads_without_rounding_the_masters(two: Runtime) -> None:
+@pytest.mark.parametrize("by", ["the wrapped model", "the user's own", "PEFT"])
+def test_a_state_dict_loads_without_rounding_the_masters(two: Runtime, by: str) -> None:
     model = narrow(adapted(), two)
     wanted = {name: one + 1 / 3 for name, one in trained(adapted()).items()}
 
-    model.load_state_dict({**model.state_dict(), **wanted})
+    if by == "PEFT":
+        names = {name: name.replace(".default", "") for name in wanted}
+        set_peft_model_state_dict(model.named_model, {names[name]: one for name, one in wanted.items()})
+    else:
+        loads = model if by == "the wrapped model" else model.named_model
+        loads.load_state_dict({**model.state_dict(), **wanted})
 
+    state = model.state_dict()
+    assert all(torch.equal(state[name], one) for name, one in wanted.items())
+    # A call finds nothing that it would take over from the rounded weights.
+    train(model, torch.optim.SGD(model.optim_parameters(), lr=0.0), range(1))
     state = model.state_dict()
     assert all(torch.equal(state[name], one) for name, one in wanted.items())
 

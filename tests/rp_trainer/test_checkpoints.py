@@ -72,7 +72,10 @@ def test_after_an_interrupt_between_a_step_during_backward_and_the_trainers_step
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [("trainer", "synchronous"), ("trainer", "asynchronous"), ("sft", "synchronous"), ("adapters", "synchronous")],
+    [
+        *(("trainer", "synchronous"), ("trainer", "asynchronous"), ("sft", "synchronous")),
+        *(("adapters", "synchronous"), ("narrow adapters", "synchronous")),
+    ],
 )
 def test_a_run_that_was_killed_and_resumed_equals_the_uninterrupted_one(tmp_path, two, kind, how):
     is_async = how == "asynchronous"

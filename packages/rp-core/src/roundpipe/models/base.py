@@ -293,14 +293,13 @@ class RoundPipeBase(StandIn):
         understood, too. With `assign` the given tensors replace the parameters, as in torch. Tied parameters stay
         tied. With ``pin_model="off"`` tensors of a memory-mapped file stay there.
         """
-        with self.runtime.launching(), lasting():
+        with self.runtime.launching(), lasting(), self._narrow.deferring(self):
             self._whole.restoring.make_current()
             before = self._named_tensors()
             incompatible = self._named.load_state_dict(renamed(state_dict, self._named), strict, assign)
             if assign:
                 self._whole.restoring.replaced(self._keep_tied(before))
             self._whole.restoring.take_over()
-            self._narrow.load(self, renamed(state_dict, self._named))
             return incompatible
 
     def is_behind(self) -> bool:

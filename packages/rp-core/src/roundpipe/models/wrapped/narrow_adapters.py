@@ -46,6 +46,10 @@ class NarrowAdapters:
         Raises `ValueError` or `TypeError` for an invalid dtype.
         """
         self._first: dict[torch.Tensor, torch.Tensor] = {} if dtype is None else _wider(model, dtype)
+        # Whether who loads a state dict ends the loading.
+        self.is_deferring = False
+        # Of the state dict that is being loaded.
+        self._loaded: dict[torch.Tensor, torch.Tensor] = {}
         self._dtypes = {parameter: value.dtype for parameter, value in self._first.items()}
         for parameter, value in self._first.items():
             parameter.data = value.to(dtype)
@@ -66,20 +70,48 @@ class NarrowAdapters:
         with wrapped.runtime.launching():
             wrapped.whole.restoring.set_masters(self._first)
         self._first = {}
-        wrapped.named_model.register_state_dict_post_hook(_Widen(wrapped, self._dtypes))  # pyright: ignore[reportUnknownMemberType]
+        model: Any = wrapped.named_model
+        model.register_state_dict_post_hook(_Widen(wrapped, self))
+        model.register_load_state_dict_pre_hook(_Loading(wrapped, self))
+        model.register_load_state_dict_post_hook(_Loaded(wrapped, self))
 
     def names_in(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:
         """Return the dtype of each narrow parameter's own values by its name among `tensors`."""
         return {name: self._dtypes[one] for name, one in tensors.items() if one in self._dtypes}
 
-    def load(self, wrapped: Wrapped, state: Mapping[str, Any]) -> None:
-        """Let the masters have the values of a state dict, of which the parameters have the rounded ones."""
+    def widen(self, wrapped: Wrapped, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """Put the masters' values into a state dict of the user's own model."""
+        masters = {weight: one for held in wrapped.whole.states() for weight, one in held.masters.items()}
+        for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+            # With `keep_vars` the parameter itself was asked for.
+            if parameter in self._dtypes and state.get(name, parameter) is not parameter:
+                state[name] = unrounded(masters.get(parameter), parameter.detach(), self._dtypes[parameter])
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a state dict is being loaded that has values for the masters."""
+        return bool(self._loaded)
+
+    @contextmanager
+    def deferring(self, wrapped: Wrapped) -> Generator[None]:
+        """Let a caller who holds the launch lock load a state dict inside; masters get their values at the end."""
+        self.is_deferring = True
+        try:
+            yield
+            self.end_loading(wrapped)
+        finally:
+            self.is_deferring, self._loaded = False, {}
+
+    def note_loading(self, wrapped: Wrapped, state: Mapping[str, Any]) -> None:
+        """Note the values of a state dict, of which the parameters are about to get the rounded ones."""
         named = wrapped.named_model.named_parameters(remove_duplicate=False)
-        given: dict[torch.Tensor, torch.Tensor] = {
-            one: state[name] for name, one in named if one in self._dtypes and name in state
-        }
-        if given:
-            wrapped.whole.restoring.set_masters(given)
+        self._loaded = {one: state[name] for name, one in named if one in self._dtypes and name in state}
+
+    def end_loading(self, wrapped: Wrapped) -> None:
+        """Let the masters have the values of the state dict. The caller holds the launch lock."""
+        loaded, self._loaded = self._loaded, {}
+        if loaded:
+            wrapped.whole.restoring.set_masters(loaded)
 
 
 @contextmanager
@@ -101,25 +133,43 @@ def narrowed(model: nn.Module, dtype: torch.dtype | None, runtime: Runtime) -> G
         raise
 
 
-class _Widen:
-    """A post-hook of ``state_dict``: puts in the masters' values. Copies of it do nothing."""
+class _Hook:
+    """A hook of the user's own model. It does not keep the wrapped model alive, and copies of it do nothing."""
 
-    def __init__(self, wrapped: Wrapped, dtypes: Mapping[torch.Tensor, torch.dtype]) -> None:
+    def __init__(self, wrapped: Wrapped, narrow: NarrowAdapters) -> None:
         self._wrapped = weakref.ref(wrapped)
-        self._dtypes = dtypes
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-        wrapped = self._wrapped()
-        if wrapped is None or is_as_it_is():
-            return
-        masters = {weight: one for held in wrapped.whole.states() for weight, one in held.masters.items()}
-        for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
-            # With `keep_vars` the parameter itself was asked for.
-            if parameter in self._dtypes and state.get(name, parameter) is not parameter:
-                state[name] = unrounded(masters.get(parameter), parameter.detach(), self._dtypes[parameter])
+        self._narrow = narrow
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Nothing, ()
+
+
+class _Widen(_Hook):
+    """After ``state_dict``: puts in the masters' values."""
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        wrapped = self._wrapped()
+        if wrapped is not None and not is_as_it_is():
+            self._narrow.widen(wrapped, module, state, prefix)
+
+
+class _Loading(_Hook):
+    """Before ``load_state_dict``, also that of PEFT's `load_adapter`."""
+
+    def __call__(self, _: nn.Module, state: Mapping[str, Any], *__: object) -> None:
+        wrapped = self._wrapped()
+        if wrapped is not None and not wrapped.runtime.closed:
+            self._narrow.note_loading(wrapped, state)
+
+
+class _Loaded(_Hook):
+    """After it."""
+
+    def __call__(self, *_: object) -> None:
+        wrapped = self._wrapped()
+        if wrapped is not None and self._narrow.is_loading and not self._narrow.is_deferring:
+            with wrapped.runtime.launching():
+                self._narrow.end_loading(wrapped)
 
 
 def _wider(model: nn.Module, dtype: torch.dtype) -> dict[torch.Tensor, torch.Tensor]:
