@@ -259,6 +259,17 @@ def test_a_trainer_of_ones_own_is_refused_for_what_it_does_too(tmp_path, options
     Distilling(causal_lm(), args, padded, roundpipe=options, critic=wrapped)
 
 
+@pytest.mark.parametrize("argument", ["model", "ref_model"])
+def test_a_model_that_was_wrapped_before_it_got_a_head_of_trls_is_refused(tmp_path, options, argument):
+    wrapped = wrap_model_to_roundpipe(causal_lm().requires_grad_(argument == "model"), runtime=options.runtime)
+    pairs = {"prompt": sentences(3, 1), "chosen": sentences(3, 2), "rejected": sentences(3, 3)}
+    given = {"model": causal_lm(), "ref_model": causal_lm(1), argument: wrapped}
+    given |= {"train_dataset": Dataset.from_dict(pairs), "processing_class": tokenizer(), "roundpipe": options}
+    args = trl.DPOConfig(str(tmp_path), **ARGUMENTS, bf16=False)
+    with pytest.raises(ValueError, match=rf"^{argument} was wrapped before this trainer gave it the head"):
+        type("Made", (RoundPipeMixin, trl.DPOTrainer), {})(args=args, **given)
+
+
 def experimental(name: str) -> tuple[type[Any], type[Any]]:
     """A trainer of `trl.experimental` and its configuration's class."""
     module = importlib.import_module(f"trl.experimental.{name}.{name}_trainer")

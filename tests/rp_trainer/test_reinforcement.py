@@ -13,6 +13,7 @@ import trl
 from datasets import Dataset
 from packaging.version import Version
 from peft import LoraConfig
+from roundpipe import RoundPipe, wrap_model_to_roundpipe
 from rp_trainer import OnDevices, RoundPipeMixin
 from sometimes import one_in
 from tiny import ARGUMENTS, LOGGED, WORDS, assert_same, causal_lm, logs, rewarding, sentences, tokenizer, weights
@@ -187,10 +188,11 @@ def test_reward_models_run_on_the_devices(name, tmp_path, options):
     assert len(model.engine.model) == 4
     assert model.engine.runtime is found.model_wrapped.engine.runtime
     assert not any(one.requires_grad for one in model.parameters())
-    # The user's list is as it was.
+    # The user's list is as it was, and one that is wrapped already is as good.
+    given[0] = wrap_model_to_roundpipe(rewarding().requires_grad_(False), runtime=options.runtime)
     trainer = trained(name, tmp_path, {"max_steps": 1}, (RoundPipeMixin,), roundpipe=options, reward=lambda: given)
     assert [isinstance(one, OnDevices) for one in trainer.reward_funcs] == [True, False]
-    assert not isinstance(given[0], OnDevices)
+    assert isinstance(given[0], RoundPipe)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -25,11 +25,29 @@ def bind_fused_head(model: nn.Module) -> None:
         _bind(module)
 
 
-def _bind(model: nn.Module) -> None:
+def refuse_wrapped(engine: nn.Module, model: nn.Module, argument: str) -> None:
+    """Raise `ValueError` if a model got its fused head after it was wrapped: the layers of `engine` lack the head.
+
+    `model`: the user's own. `argument`: the trainer's argument that was the wrapped model.
+    """
+    if any(_head_of(module) is not None for module in (engine, *model.modules())):
+        raise ValueError(
+            f"{argument} was wrapped before this trainer gave it the head that computes log-probabilities, which "
+            "its layers lack; pass the model itself, and options of wrapping as roundpipe=RoundPipeOptions(...)"
+        )
+
+
+def _head_of(model: nn.Module) -> FunctionType | None:
     replaced = vars(model).get("forward")
-    if not isinstance(replaced, MethodType) or _FLAG not in replaced.__func__.__code__.co_varnames:
+    function = replaced.__func__ if isinstance(replaced, MethodType) else None
+    is_head = isinstance(function, FunctionType) and _FLAG in function.__code__.co_varnames
+    return function if is_head else None
+
+
+def _bind(model: nn.Module) -> None:
+    fused = _head_of(model)
+    if fused is None:
         return
-    fused = replaced.__func__
 
     @functools.wraps(type(model).forward)
     def forward(self: nn.Module, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:

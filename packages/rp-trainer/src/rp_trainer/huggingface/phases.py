@@ -97,9 +97,11 @@ class Phases(TrainerCallback):
     # Events of a trainer
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Forget a step that failed."""
+        """Count from zero again, also after a step that failed."""
         del args, kwargs
         self._entered.clear()
+        self._seconds.clear()
+        self._in_total.clear()
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Begin the step."""

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import Trainer
 
 from rp_trainer.huggingface import saved
-from rp_trainer.huggingface.fused_head import bind_fused_head
+from rp_trainer.huggingface.fused_head import bind_fused_head, refuse_wrapped
 from rp_trainer.huggingface.host_arguments import bound, stay_on_host
 from rp_trainer.huggingface.passing_by import refuse_generating, refuse_models
 from rp_trainer.huggingface.phases import Phases, TimedPhases
@@ -113,6 +113,8 @@ class RoundPipeMixin(TimedPhases, _Base):
         return on_devices
 
     def _wrap(self, model: nn.Module, engine: RoundPipe | AutoRoundPipe | None = None) -> OnDevices:
+        if engine is not None:
+            refuse_wrapped(engine, model, "model")
         bind_fused_head(model)
         engine = engine or self._options.wrap(model, f"{type(self).__name__}'s {type(model).__name__}")
         return OnDevices(engine, self._autocast_dtype())
@@ -124,14 +126,19 @@ class RoundPipeMixin(TimedPhases, _Base):
         """Make the reference model of trainers such as DPO's, and reward models, run on the same devices."""
         reference = getattr(self, "ref_model", None)
         if isinstance(reference, nn.Module):
-            self.ref_model = self._frozen(reference, "reference")
+            self.ref_model = self._frozen(reference, "ref_model")
         functions: object = getattr(self, "reward_funcs", None)
         if isinstance(functions, list):
             # A new list, since the trainer has kept the user's.
-            self.reward_funcs = [self._frozen(one, f"reward {place}") for place, one in enumerate(functions)]
+            self.reward_funcs = [
+                self._frozen(one, f"reward_funcs[{place}]") for place, one in enumerate(functions)
+            ]
 
     def _frozen(self, model: Any, what: str) -> Any:
         """Return a model that runs on the devices and is not trained; other objects are returned as they are."""
+        if isinstance(model, RoundPipe | AutoRoundPipe):
+            refuse_wrapped(model, model.named_model, what)
+            return OnDevices(model, self._autocast_dtype()).eval()
         if not isinstance(model, nn.Module) or isinstance(model, OnDevices):
             return model
         model.requires_grad_(False)
