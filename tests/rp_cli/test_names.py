@@ -191,6 +191,21 @@ def test_without_network_and_cache_a_line_tells_what_to_do(
     assert "`hf download tiny/" in said
 
 
+def test_a_hub_that_does_not_answer_is_not_asked_again_for_data(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(seconds: float) -> NoReturn:
+        pytest.fail(f"waits for {seconds} s to ask again")
+
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", wait)
+
+    model = finetuning.make_model(Path("model"))
+    said = refused(capsys, "train", "--model", str(model), "--data", "tiny/texts", "--output", "run")
+
+    assert said.startswith("roundpipe: --data tiny/texts: there is no such path here, the hub cannot be reached")
+    assert not constants.HF_HUB_OFFLINE
+
+
 def test_what_is_here_is_a_path_and_asks_no_hub(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

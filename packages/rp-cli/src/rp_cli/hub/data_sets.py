@@ -14,6 +14,8 @@ from rp_trainer.errors import Refused
 from rp_cli.hub.models import refusing_hub
 from rp_cli.hub.names import HubName
 
+# In which the hub answers, or cannot be reached.
+_SECONDS = 10.0
 # The first version of `datasets` that runs no code of data sets.
 _WITHOUT_CODE = 4
 
@@ -27,7 +29,11 @@ def fetched_split(option: str, name: HubName) -> tuple[Path, ...]:
     Raises `Refused` for a data set that cannot be had, and a configuration or a split that it has not.
     """
     datasets = _library(option, name)
-    with refusing_hub(option, name, "data set"), _refusing_data(option, name, datasets.exceptions):
+    with (
+        refusing_hub(option, name, "data set"),
+        _refusing_data(option, name, datasets.exceptions),
+        _cached_if_unreachable(datasets, name),
+    ):
         split = datasets.load_dataset(
             name.repository, name.configuration, split=name.split, revision=name.revision
         )
@@ -47,6 +53,38 @@ def _library(option: str, name: HubName) -> Any:  # Any: an extra, which may be 
             "installed, which runs code of data sets: pip install -U datasets"
         )
     return datasets
+
+
+@contextmanager
+def _cached_if_unreachable(datasets: Any, name: HubName) -> Generator[None]:
+    """Let `datasets` look into its cache alone if the hub does not answer: it would try for 23 seconds."""
+    from huggingface_hub import constants
+
+    flags: tuple[Any, ...] = () if _is_reachable(name) else (datasets.config, constants)
+    before = [one.HF_HUB_OFFLINE for one in flags]
+    try:
+        for one in flags:
+            one.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for one, was in zip(flags, before, strict=True):
+            one.HF_HUB_OFFLINE = was
+
+
+def _is_reachable(name: HubName) -> bool:
+    import huggingface_hub
+    import huggingface_hub.errors
+
+    hub: Any = huggingface_hub
+    errors: Any = huggingface_hub.errors
+    try:
+        hub.HfApi().dataset_info(name.repository, revision=name.revision, timeout=_SECONDS)
+    except errors.HfHubHTTPError:
+        # It has answered; loading says more.
+        return True
+    except (errors.HTTPError, OSError):
+        return False
+    return True
 
 
 @contextmanager
