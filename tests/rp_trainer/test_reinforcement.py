@@ -156,6 +156,23 @@ def test_so_they_are_with_adapters_whose_reference_is_the_model_without_them(nam
 
 
 @pytest.mark.slow
+def test_what_is_asked_of_the_policy_under_its_own_name_runs_on_the_devices_too(tmp_path, options, monkeypatch):
+    calls: list[bool] = []
+    plain = OnDevices.forward
+
+    def noted(self: OnDevices, *args: Any, **kwargs: Any) -> Any:
+        calls.append(torch.is_grad_enabled())
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(OnDevices, "forward", noted)
+    settings = {"beta": 0.1, "num_iterations": 2, "max_steps": 2, "eval_strategy": "no"}
+    trained("grpo", tmp_path, settings, (RoundPipeMixin,), roundpipe=options, peft_config=adapters())
+
+    # Its log-probabilities at generation, and those of the reference; then two steps.
+    assert calls == [False, False, True, True]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "bnpo", "cispo", "sapo"])
 def test_so_they_are_with_other_losses(loss, tmp_path, options):
     assert_as_unchanged("grpo", tmp_path, options, {**REUSED, "loss_type": loss})
@@ -196,19 +213,14 @@ def test_reward_models_run_on_the_devices(name, tmp_path, options):
 
 
 @pytest.mark.slow
-def test_asynchronous_steps_are_the_same_where_each_has_text_of_its_own(tmp_path, options):
+@pytest.mark.parametrize("given", [{}, {"rollout_func": fixed}], ids=["generate", "rollout"])
+def test_asynchronous_steps_are_the_same_where_each_has_text_of_its_own(given, tmp_path, options):
     late = replace(options, asynchronous=True)
+    wanted = trained("grpo", tmp_path, {"beta": 0.1}, (RoundPipeMixin,), roundpipe=options, **given)
+    found = trained("grpo", tmp_path, {"beta": 0.1}, (RoundPipeMixin,), roundpipe=late, **given)
 
-    found = assert_same_weights("grpo", tmp_path, options, late, {"beta": 0.1})
-
-    assert {line["staleness"] for line in logs(found, ("loss", "staleness")) if "loss" in line} == {0.0}
-
-
-def assert_same_weights(name: str, path: Path, options: Any, late: Any, settings: dict[str, Any]) -> Any:
-    wanted = trained(name, path, settings, (RoundPipeMixin,), roundpipe=options)
-    found = trained(name, path, settings, (RoundPipeMixin,), roundpipe=late)
     assert_same(found, wanted, ("loss", "kl", "reward"))
-    return found
+    assert {line["staleness"] for line in logs(found, ("loss", "staleness")) if "loss" in line} == {0.0}
 
 
 @pytest.mark.slow
