@@ -43,6 +43,14 @@ RUNS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
         ["--lora-parts", "experts"],
         {"target_modules": [], "target_parameters": STACKS, **FUSED},
     ),
+    **{
+        f"experts of {family}": (
+            family,
+            ["--lora-parts", "experts"],
+            {"target_modules": [], "target_parameters": STACKS, **FUSED},
+        )
+        for family in ("mixtral", "olmoe", "deepseek-v3")
+    },
     "shared experts": (
         "qwen2-moe",
         ["--lora-parts", "dense"],
