@@ -20,7 +20,13 @@ REFUSED = {
     "RwkvForCausalLM": "the code around its layers reads Linear.weight",
     "XLNetLMHeadModel": "the model computes between its layers",
 }
-WAYS: tuple[dict[str, Any], ...] = ({}, {"do_sample": True}, {"num_beams": 2})
+# Of the last one's samples, which end at once or soon, those that have ended leave.
+WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"do_sample": True},
+    {"num_beams": 2},
+    {"do_sample": True, "min_new_tokens": 0, "eos_token_id": list(range(5, 25)), "num_return_sequences": 2},
+)
 LEFT_PADDED = torch.tensor([[0, 0, 5, 6, 7], [4, 5, 6, 7, 8], [9, 3, 4, 5, 6]])
 PADDED = (LEFT_PADDED, torch.tensor([[5, 6, 7, 0, 0], [4, 5, 6, 7, 8], [9, 3, 4, 5, 6]]))
 CASES = [(prompts, options) for prompts in PADDED for options in WAYS]
@@ -30,7 +36,7 @@ def tokens(model: Any, prompts: torch.Tensor, options: dict[str, Any], **setting
     torch.manual_seed(3)
     mask = (prompts != 0).long()
     lengths = {"max_new_tokens": 5, "min_new_tokens": 5}
-    return model.generate(prompts, attention_mask=mask, pad_token_id=0, **lengths, **options, **settings)
+    return model.generate(prompts, attention_mask=mask, pad_token_id=0, **{**lengths, **options}, **settings)
 
 
 def plainly(model: nn.Module, prompts: torch.Tensor, options: dict[str, Any]) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from rp_presets.caches.parts import in_parts, sizes_of
+from rp_presets.caches.parts import choose, in_parts, sizes_of, tells_samples
 from rp_presets.errors import ComputesBetween, NotARow, UnsupportedModel
 from rp_presets.images.belonging import BySample, Images, Unseen
 from rp_presets.images.examples import examples, takes_images
@@ -39,12 +39,15 @@ class Row(nn.Sequential):
     `whole_arguments`: names of arguments that every part of a split batch gets as a whole. `main_arguments`: names
     of arguments whose first dimension is the batch, even if other arguments have another first dimension.
     `cache_arguments`: names of arguments that hold a key-value cache, which layers write. `cache_in_parts`,
-    `cache_sizes`: divide one by samples, and say how one is divided.
+    `cache_sizes`: divide one by samples, and say how one is divided. `cache_tells_samples`: whether that can be
+    done. `choose_in_cache`: lets one hold other samples of those that it has.
     """
 
     cache_arguments = CACHES
     cache_in_parts = staticmethod(in_parts)
     cache_sizes = staticmethod(sizes_of)
+    cache_tells_samples = staticmethod(tells_samples)
+    choose_in_cache = staticmethod(choose)
 
     # Transformers defines the first as a number of positions, or their indices, and the other as such indices.
     whole_arguments = frozenset({"logits_to_keep", "cache_position"})

@@ -213,7 +213,8 @@ class RoundPipe(RoundPipeBase):
         try:
             # Each token has keys of another length, which layers would be compiled for anew.
             with torch.no_grad(), torch.compiler.set_stance("force_eager"), self._engine.keeping_weights():
-                return generated(model, forward, device, cast("Row", self.model), count, args, kwargs)
+                row, make_room = cast("Row", self.model), self._engine.make_room
+                return generated(model, forward, device, row, count, make_room, args, kwargs)
         finally:
             self._own("_under_way", before)
 

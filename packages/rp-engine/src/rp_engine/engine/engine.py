@@ -29,6 +29,7 @@ from rp_engine.peers.alone import ALONE
 from rp_engine.peers.call import CallShare, Numbers
 from rp_engine.peers.peers import Peers
 from rp_engine.planning.call_log import CallTime
+from rp_engine.runtime.launcher import wait_until
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.settings.run_config import RoundPipeRunConfig
 from rp_engine.state.model_state import HostOptions
@@ -266,6 +267,17 @@ class Engine:
                 yield
             finally:
                 self._kept = before
+
+    def make_room(self, state: float, work: float = 1.0) -> None:
+        """Let kept weights go before the caller makes state larger than the latest `forward_with_state` left it.
+
+        `state`: how many times as large all of it becomes. `work`: by how much more its layers work in the next
+        call.
+        """
+        for lane, kept in zip(self._runtime.lanes, self._kept, strict=True):
+            outcome = lane.do(partial(kept.make_room, state, work))
+            wait_until(outcome.wait)
+            outcome.result()
 
     @property
     def state_device(self) -> torch.device:

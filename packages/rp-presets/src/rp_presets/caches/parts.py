@@ -54,9 +54,48 @@ def in_parts(cache: Any, sizes: Sequence[int]) -> list[Any]:
     return layers.caches
 
 
-def _check(cache: Any, num_samples: int) -> None:
+def tells_samples(cache: object) -> bool:
+    """Return whether a cache's layers tell where they hold samples, so that these can be divided and chosen.
+
+    >>> from transformers import DynamicCache
+    >>> tells_samples(DynamicCache())
+    True
+    """
     # Other classes hold keys where nothing here looks for them.
-    if not is_state(cache) or type(cache).__module__ != "transformers.cache_utils" or not hasattr(cache, "layers"):
+    is_known = is_state(cache) and type(cache).__module__ == "transformers.cache_utils"
+    return is_known and hasattr(cache, "layers")
+
+
+def choose(cache: Any, index: Tensor) -> None:
+    """Let a cache hold other samples of those that it has, also one of them several times.
+
+    >>> from transformers import DynamicCache
+    >>> cache = DynamicCache()
+    >>> _ = cache.update(torch.ones(2, 1, 4, 8), torch.ones(2, 1, 4, 8), 0)
+    >>> choose(cache, torch.tensor([0, 1, 1]))
+    >>> cache.layers[0].keys.shape
+    torch.Size([3, 1, 4, 8])
+
+    `index`: (samples,), of those before. In a cache in microbatches, samples stay in theirs.
+
+    Raises `ValueError` for samples of a cache in microbatches that are not in their order.
+    """
+    if isinstance(cache.layers, LayersInParts):
+        cache.layers.choose(index)
+    else:
+        for layer in cache.layers:
+            _choose(layer, index)
+
+
+def _choose(layer: Any, index: Tensor) -> None:
+    # Each kind of layer knows where it has samples.
+    layer.reorder_cache(index)
+    if hasattr(layer, "batch_size"):
+        layer.batch_size = len(index)
+
+
+def _check(cache: Any, num_samples: int) -> None:
+    if not tells_samples(cache):
         raise ValueError(
             f"the samples of a {type(cache).__name__} cannot be divided between microbatches, since only "
             "transformers' own caches of layers tell where they hold them; call with num_microbatch=1"
@@ -76,13 +115,10 @@ def _selected(cache: Any, samples: range) -> Any:
     """A cache with some of a cache's samples. Tensors of one number, which layers count in, are its own."""
     own: Any = structure(cache, lambda tensor: tensor.clone() if tensor.numel() == 1 else tensor)
     for layer in own.layers:
-        # Each kind of layer knows where it has samples.
-        layer.reorder_cache(torch.arange(samples.start, samples.stop))
+        _choose(layer, torch.arange(samples.start, samples.stop))
         if _num_samples(layer) not in (None, len(samples)):
             # It was made for all samples, and has none of them yet.
             layer.is_initialized, layer.keys, layer.values = False, None, None
-        if hasattr(layer, "batch_size"):
-            layer.batch_size = len(samples)
     return own
 
 
@@ -110,6 +146,16 @@ class LayersInParts(Sequence[Any]):
             self.caches = [cache for cache, size in zip(self.caches, sizes, strict=True) if size]
             self._sizes = tuple(size for size in sizes if size)
             self._layers = []
+
+    def choose(self, index: Tensor) -> None:
+        """Choose samples; see the function of that name."""
+        for layer in self:
+            own = vars(layer)
+            chosen = self._places.chosen(index, own["sizes"])
+            for one, places in zip(own["parts"], chosen, strict=True):
+                _choose(one, places)
+            own["sizes"] = tuple(map(len, chosen))
+        self.drop_empty()
 
     def __len__(self) -> int:
         return len(self.caches[0].layers)

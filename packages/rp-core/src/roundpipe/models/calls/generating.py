@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ import rp_batch
 import torch
 from torch import nn
 
+from roundpipe.models.calls.fewer_rows import FewerRows, recorded
 from roundpipe.models.calls.with_cache import Row, WithCaches
 
 
@@ -20,13 +21,14 @@ def generated(
     device: torch.device,
     row: Row,
     num_microbatches: int,
+    make_room: Callable[[float, float], None],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     """Call a model's `generate` with another forward; tensors of the result are where those of the arguments are.
 
     `device`: where the loop's own work is done, such as sampling. `row`: what forward runs. `num_microbatches`: of
-    its calls, with the beams of a sample together.
+    its calls, with the beams of a sample together. `make_room`: see `FewerRows`.
 
     Raises `ValueError` for a model that makes a cache in forward, and for a PEFT model that learns prompts, whose
     `generate` does more than its inner model's.
@@ -35,8 +37,11 @@ def generated(
     given = rp_batch.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, args)
     inner = _inner(model)
     divided = WithCaches(row, num_microbatches, rows_a_sample=_num_beams(inner, kwargs))
-    own = _Forward(forward, type(inner).__name__, row.cache_arguments, divided)
-    found = _with_forward(inner, own, device).generate(*given, **moved)
+    own = _Forward(forward, type(inner).__name__, row, divided, make_room)
+    # A cache of the caller's keeps all samples.
+    is_given = any(kwargs.get(name) is not None for name in row.cache_arguments)
+    note = None if is_given else own.rows.note_ended
+    found = _with_forward(inner, own, device, note).generate(*given, **moved)
     home = _device_of((args, kwargs))
     return rp_batch.map_leaves(lambda leaf: leaf.to(home) if isinstance(leaf, torch.Tensor) else leaf, found)
 
@@ -49,12 +54,18 @@ class _Forward:
     """A forward that computes all logits where a model slices between its layers what only the last ones need."""
 
     def __init__(
-        self, forward: Callable[..., Any], name: str, caches: Collection[str], divided: WithCaches
+        self,
+        forward: Callable[..., Any],
+        name: str,
+        row: Row,
+        divided: WithCaches,
+        make_room: Callable[[float, float], None],
     ) -> None:
         self._forward = forward
         self._name = name
-        self._caches = caches
+        self._caches = row.cache_arguments
         self._divided = divided
+        self.rows = FewerRows(row, make_room)
         self._keeps_all = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +77,11 @@ class _Forward:
                 f"{self._name} makes a key-value cache of its own in forward, which a row of layers does not; "
                 "generate with use_cache=False, or on the host with the model that was wrapped"
             )
-        self._divided.divide(args, kwargs)
+        chosen = self.rows.of_call(args, kwargs)
+        self._divided.divide(args, chosen.kwargs, is_by_sample=chosen.kwargs is not kwargs)
+        return chosen.whole(self._computed(args, chosen.kwargs))
+
+    def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._keeps_all:
             return self._run(args, {**kwargs, "logits_to_keep": 0})
         before = self._lengths(kwargs)
@@ -78,7 +93,7 @@ class _Forward:
             if not kwargs.get("logits_to_keep") or None in before or self._lengths(kwargs) != before:
                 raise
         self._keeps_all = True
-        return self(*args, **kwargs)
+        return self._computed(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         # In training mode a call draws its seed from the generator that the loop samples tokens from.
@@ -130,10 +145,18 @@ def _inner(model: nn.Module) -> nn.Module:
     return cast("nn.Module", peft.get_base_model())
 
 
-def _with_forward(model: nn.Module, forward: Callable[..., Any], device: torch.device) -> Any:
-    """A shallow copy of a model that says it is on `device`, and whose forward is another one."""
-    kind = type(model)
+def _with_forward(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    device: torch.device,
+    note: Callable[[torch.Tensor], None] | None,
+) -> Any:
+    """A shallow copy of a model that says it is on `device`, and whose forward is another one.
+
+    `note`: is told which samples have ended, if it is given.
+    """
     # Any: forwards have parameters of their own, which `generate` reads.
+    kind: Any = type(model)
     own: Any = kind.forward
 
     @wraps(own)
@@ -141,8 +164,12 @@ def _with_forward(model: nn.Module, forward: Callable[..., Any], device: torch.d
         del self
         return forward(*args, **kwargs)
 
+    def sample(self: object, *args: Any, **kwargs: Any) -> Any:
+        return kind._sample(self, *args, **(kwargs if note is None else recorded(kwargs, note)))
+
     copied = copy.copy(model)
     vars(copied).pop("forward", None)
-    body = {"forward": run, "device": property(lambda self: device), "__module__": kind.__module__}  # noqa: ARG005
+    on_device = property(lambda self: device)  # noqa: ARG005
+    body = {"forward": run, "_sample": sample, "device": on_device, "__module__": kind.__module__}
     copied.__class__ = type(kind.__name__, (kind,), body)
     return copied

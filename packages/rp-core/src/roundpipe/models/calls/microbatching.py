@@ -31,7 +31,7 @@ def declared_spec(model: object, kwargs: Mapping[str, Any]) -> Any:
     return (None, found) if found else None
 
 
-def _told(model: nn.Module, method: str, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+def _told(model: object, method: str, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what a row of rp_presets tells of a call's arguments; nothing of other models."""
     return getattr(model, method)(kwargs) if hasattr(model, method) else {}
 

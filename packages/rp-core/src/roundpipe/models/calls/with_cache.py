@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import rp_batch
+import torch
 from rp_engine import RoundPipeRunConfig
 
 from roundpipe.models.calls.microbatching import declared_spec
@@ -15,11 +16,13 @@ class Row(Protocol):
     """What a row of layers that takes caches knows of them.
 
     `cache_arguments`: names of arguments of forward that hold one. `main_arguments`: names of those whose first
-    dimension is the batch.
+    dimension is the batch. `whole_arguments`: of those that have no such dimension. `training`: the layers' flag.
     """
 
     cache_arguments: Sequence[str]
     main_arguments: Sequence[str]
+    whole_arguments: Collection[str]
+    training: bool
 
     def cache_in_parts(self, cache: Any, sizes: Sequence[int]) -> list[Any]:
         """Return a cache for each microbatch; the cache stands for all of them from then on."""
@@ -27,6 +30,14 @@ class Row(Protocol):
 
     def cache_sizes(self, cache: Any) -> tuple[int, ...] | None:
         """Return the sizes of the microbatches that a cache is in; None: it is in one piece."""
+        ...
+
+    def cache_tells_samples(self, cache: Any) -> bool:
+        """Return whether samples of a cache can be divided and chosen."""
+        ...
+
+    def choose_in_cache(self, cache: Any, index: torch.Tensor) -> None:
+        """Let a cache hold the samples of this index, of those that it has, in their order."""
         ...
 
 
@@ -71,10 +82,13 @@ class WithCaches:
         self._split_input = split_input
         self._rows_a_sample = rows_a_sample
 
-    def divide(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
+    def divide(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_by_sample: bool = False
+    ) -> tuple[int, ...] | None:
         """Divide the caches among the arguments of a call; return the sizes of its microbatches.
 
-        Caches that are divided already say how. None: there is one microbatch.
+        Caches that are divided already say how. None: there is one microbatch. `is_by_sample`: the call has one
+        row a sample.
         """
         caches = self._caches(kwargs).values()
         held = [sizes for cache in caches if (sizes := self._row.cache_sizes(cache)) is not None]
@@ -83,7 +97,7 @@ class WithCaches:
         elif self._count == 1 or (num_rows := self._num_rows(args, kwargs)) is None:
             return None
         else:
-            sizes = sizes_by_samples(num_rows, self._count, self._rows_a_sample)
+            sizes = sizes_by_samples(num_rows, self._count, 1 if is_by_sample else self._rows_a_sample)
         if len(sizes) == 1 and not held:
             return None
         for cache in caches:

@@ -75,6 +75,10 @@ class Kept(Protocol):
         """
         ...
 
+    def make_room(self, state: float, work: float) -> None:
+        """Let weights go for the state of the present call to become so many times as large, and layers' work."""
+        ...
+
 
 class NoneKept:
     """What an ordinary call has of `Kept`: each task frees its weights."""
@@ -112,6 +116,9 @@ class NoneKept:
         """Keep nothing."""
         del arrived, num_layers, release
         return frozenset()
+
+    def make_room(self, state: float, work: float) -> None:
+        """Do nothing."""
 
 
 _NONE_KEPT = NoneKept()
@@ -242,6 +249,16 @@ class KeptWeights:
         # What the caller takes until the next call is measured, too.
         self._measure_from_now()
         return {block for block, (memory, _) in arrived.items() if self.is_ready(block, memory)}
+
+    def make_room(self, state: float, work: float) -> None:
+        """Let all weights go unless there is room: what the next calls take has not been measured."""
+        use = self._memory()
+        made = max(self._other_bytes(use) - self._base_bytes, 0)
+        self._working_bytes = int(self._working_bytes * max(work, 1))
+        # And for what the next calls add, whose layers write as they work.
+        growth = int(made * (state - 1 + 2 * work))
+        if self._kept_bytes() > self._room_bytes(use) - growth:
+            self.clear()
 
     def _measure_from_now(self) -> None:
         self._device.reset_peak_memory()
