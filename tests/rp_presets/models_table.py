@@ -1,4 +1,4 @@
-"""The table of docs/models.md: what becomes of every causal language model class of the installed transformers."""
+"""The tables of docs/models.md: what becomes of every class of the installed transformers that makes text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import transformers
 from comparison import without_dropout
 from families import TRAINING_ONLY, UNBUILDABLE, Family, causal_families
 from rp_presets import UnsupportedModel, to_sequential
+from seeing import NOT_BUILT, seeing_families
 
 # Families that are no row, with what the error says.
 IS_NO_ROW: dict[str, str] = {
@@ -28,6 +29,13 @@ WHOLE_ONLY: dict[str, str] = {
     "Gemma4UnifiedForConditionalGeneration": "writes into a KVSharingDict",
     # The model always makes a cache.
     "XLMWithLMHeadModel": "key-value cache",
+}
+
+# Rows that take no images beside tokens, and why.
+OTHERWISE: dict[str, str] = {
+    "EvollaForProteinText2Text": "it reads proteins, not images",
+    "Kosmos2_5ForConditionalGeneration": "it takes flattened_patches, not pixel_values",
+    "VisionEncoderDecoderModel": "an encoder-decoder, whose samples are images: pixel_values, one a sample",
 }
 
 
@@ -58,8 +66,41 @@ def line(family: Family) -> Line:
     return Line(family.name, "row", f"in training mode: {note}" if note else "")
 
 
+def seeing_line(family: Family) -> Line:
+    """Build a tiny model of a family that reads images, and convert it."""
+    if family.name in NOT_BUILT:
+        return Line(family.name, "not built", NOT_BUILT[family.name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = without_dropout(family.build())
+    try:
+        refused = to_sequential(model).refuses_images or OTHERWISE.get(family.name, "")
+    except UnsupportedModel as error:
+        return Line(family.name, "taken apart", brief(error))
+    return Line(family.name, "row for tokens", brief(refused)) if refused else Line(family.name, "row", "")
+
+
+def brief(reason: object) -> str:
+    """The first reason of several, in one line."""
+    first = str(reason).split(";")[0].split(": pixel_values")[0]
+    return " ".join(first.split())
+
+
+def seeing_table() -> str:
+    """The part of the document about models that read images."""
+    lines = [seeing_line(family) for family in seeing_families().values()]
+    kinds = ("row", "row for tokens", "taken apart", "not built")
+    counts = {kind.replace(" ", "_"): sum(one.becomes == kind for one in lines) for kind in kinds}
+    return SEEING.format(count=len(lines), **counts) + "\n".join(map(str, lines)) + "\n"
+
+
 def table() -> str:
     """The whole document."""
+    return causal_table() + seeing_table()
+
+
+def causal_table() -> str:
+    """The part of the document about causal language models."""
     lines = [line(family) for family in causal_families().values()]
     counts = {kind: sum(one.becomes == kind for one in lines) for kind in ("row", "taken apart", "not built")}
     return (
@@ -102,6 +143,28 @@ more tokens than sequences and with as many.
 
 Every test run covers a few families. `pytest -m nightly tests/rp_presets` covers all of them.
 {last_run}
+
+| class | becomes | reason |
+|---|---|---|
+"""
+
+SEEING = """\
+
+## Models that read images
+
+The table lists the {count} classes of `AutoModelForImageTextToText`, made in the same way.
+
+- **row** ({row} classes): the model becomes a row that takes images, in any number of microbatches and with any
+  number of images a sample. Its tower runs before the layers; code between two layers, such as that which adds
+  deep-stack features, is a layer of the row of its own.
+- **row for tokens** ({row_for_tokens} classes): a row as long as no images are given, for the reason given.
+- **taken apart** ({taken_apart} classes): it cannot be observed without images, or its layers do not form a row.
+- **not built** ({not_built} classes): transformers itself cannot build or run the model here.
+
+`tests/rp_presets/test_seeing.py` compares logits, loss and every gradient of each row with those of the original
+model, with images, without, and with both in one batch. `tests/rp_presets/test_seeing_on_devices.py` trains each
+with the engine on one, two and four CPU devices, in one to three microbatches, with ragged numbers of images.
+Every test run covers a few, `pytest -m nightly` all.
 
 | class | becomes | reason |
 |---|---|---|

@@ -7,36 +7,138 @@ from typing import Any
 
 import torch
 from comparison import Inputs, takes
-from families import HIDDEN, Families, merged
+from families import GEMMA4, HIDDEN, Families, merged
+from families import OVERRIDES as CAUSAL
 from rp_presets.images.belonging import BySample
 from rp_presets.images.examples import Example, examples
 from torch import Tensor, nn
 
 # Towers whose features have the size that the language model reads.
 OUT: dict[str, Any] = {"vision_config": {"out_hidden_size": HIDDEN}}
+DEEP = merged(OUT, {"vision_config": {"deepstack_visual_indexes": [0, 1]}})
+
+
+def rotary(*sections: int, **others: Any) -> dict[str, Any]:
+    """Rotary positions of time, height and width."""
+    settings = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections), **others}
+    return {"text_config": {"rope_parameters": settings}}
+
+
+WINDOWS: dict[str, Any] = {"vision_config": {"window_size": 32, "fullatt_block_indexes": [1]}}
+TILES: dict[str, Any] = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}
+GEMMA4_VISION: dict[str, Any] = {
+    "vision_config": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "patch_size": 8,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 64,
+    }
+}
+INDEXED = CAUSAL["Qwen4ExpForCausalLM"]
 
 OVERRIDES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        (
-            "Cosmos3OmniForConditionalGeneration",
-            "Glm46VForConditionalGeneration",
-            "Glm4vForConditionalGeneration",
-            "Glm4vMoeForConditionalGeneration",
-            "GlmOcrForConditionalGeneration",
-            "Qwen3_5ForConditionalGeneration",
-            "Qwen3_5MoeForConditionalGeneration",
-        ),
-        OUT,
-    ),
-    **dict.fromkeys(
-        (
-            "Qwen3VLForConditionalGeneration",
-            "Qwen3VLMoeForConditionalGeneration",
-            "Qwen3OmniMoeThinkerForConditionalGeneration",
-        ),
-        merged(OUT, {"vision_config": {"deepstack_visual_indexes": [0, 1]}}),
-    ),
+    "AriaForConditionalGeneration": {"projector_patch_to_query_dict": {16: 4}},
+    "CohereCompassForConditionalGeneration": {"text_config": CAUSAL["CohereCompassForCausalLM"], **OUT},
+    "Cosmos3EdgeForConditionalGeneration": rotary(2, 3, 3),
+    "Cosmos3OmniForConditionalGeneration": DEEP,
+    "Exaone4_5_ForConditionalGeneration": {
+        "text_config": {
+            "model_type": "exaone4",
+            "num_hidden_layers": 2,
+            "hidden_size": 64,
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 96,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 4,
+        },
+        "vision_config": {"window_size": 32, "fullatt_block_indexes": [1], "out_hidden_size": 64},
+    },
+    "Ernie4_5_VLMoeForConditionalGeneration": rotary(3, 3, 2),
     "Gemma3ForConditionalGeneration": {"mm_tokens_per_image": 4},
+    "Gemma4ForConditionalGeneration": {"text_config": GEMMA4, **GEMMA4_VISION},
+    "Gemma4UnifiedForConditionalGeneration": {"text_config": GEMMA4, **GEMMA4_VISION},
+    "Glm46VForConditionalGeneration": merged(OUT, rotary(2, 3, 3)),
+    "Glm4vForConditionalGeneration": merged(OUT, rotary(2, 3, 3)),
+    "Glm4vMoeForConditionalGeneration": merged(OUT, rotary(2, 1, 1, partial_rotary_factor=0.5)),
+    "GlmOcrForConditionalGeneration": merged(OUT, rotary(2, 3, 3)),
+    "Glm5NextForConditionalGeneration": {"text_config": {"index_topk": 16, "qk_rope_head_dim": 0}, **OUT},
+    "Granite4VisionForConditionalGeneration": {
+        **TILES,
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[-2, 0], [-1, 1]],
+        "spatial_target_layers": [],
+        "vision_config": {"hidden_size": 64},
+    },
+    "GraniteDoclingForConditionalGeneration": {**OUT, "vision_config": {"out_hidden_size": 64, "image_size": 64}},
+    "HunYuanVLForConditionalGeneration": {
+        **merged(rotary(2, 2, 2, 2, alpha=1000.0), {"text_config": {"head_dim": 16}}),
+        "vision_config": {"out_hidden_size": 64, "text_hidden_size": 64, "max_image_size": 64},
+    },
+    "HyperCLOVAXVisionV2ForConditionalGeneration": WINDOWS,
+    "Inkling2ForConditionalGeneration": {
+        "text_config": CAUSAL["Inkling2ForCausalLM"],
+        "vision_config": {"text_hidden_size": HIDDEN},
+    },
+    "DeepseekVLHybridForConditionalGeneration": {"high_res_vision_config": {"global_attn_indexes": [0]}},
+    "JanusForConditionalGeneration": {
+        "vision_config": {"projection_dim": HIDDEN},
+        "vq_config": {"base_channels": 32, "embed_dim": 8, "num_embeddings": 16, "projection_dim": 16},
+    },
+    "Kimi_K25ForConditionalGeneration": {"projection_hidden_size": 64},
+    "Llama4ForConditionalGeneration": {
+        "vision_config": {
+            "projector_input_dim": 64,
+            "projector_output_dim": 64,
+            "vision_output_dim": 64,
+            "intermediate_size": 256,
+        }
+    },
+    "LlavaNextForConditionalGeneration": TILES,
+    "LlavaNextVideoForConditionalGeneration": TILES,
+    "LlavaOnevisionForConditionalGeneration": TILES,
+    "Molmo2ForConditionalGeneration": {
+        "adapter_config": {"vision_feature_layer": [-1, -2]},
+        "vision_config": {"image_size": [32, 32], "num_position_embeddings": 16},
+    },
+    "MuseGlimmerForConditionalGeneration": {"out_hidden_size": 256, "projector_hidden_size": 64},
+    "MuseSparkForConditionalGeneration": {
+        "out_hidden_size": 256,
+        "projector_hidden_size": 64,
+        "audio_config": {"out_hidden_size": 64},
+    },
+    "NemotronH_Omni_Reasoning_V3": {
+        "video_temporal_patch_size": 2,
+        "vision_config": {"video_temporal_patch_size": 2},
+    },
+    "Dots3NoteForConditionalGeneration": {
+        "text_config": CAUSAL["Dots3NoteForCausalLM"],
+        "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
+        "audio_config": {"adapter_input_size": 64, "adapter_output_size": 64},
+    },
+    "PaddleOCRVLForConditionalGeneration": rotary(2, 3, 3),
+    "PaliGemmaForConditionalGeneration": {
+        "projection_dim": HIDDEN,
+        "vision_config": {"projection_dim": HIDDEN, "num_attention_heads": 4},
+        "text_config": {"num_key_value_heads": 2, "num_attention_heads": 4, "head_dim": 16},
+    },
+    "Qwen2VLForConditionalGeneration": {**rotary(2, 3, 3), "vision_config": {"hidden_size": 64, "embed_dim": 64}},
+    "Qwen2_5_VLForConditionalGeneration": merged(merged(OUT, WINDOWS), rotary(2, 3, 3)),
+    "Qwen2_5OmniThinkerForConditionalGeneration": merged(merged(OUT, WINDOWS), rotary(2, 3, 3)),
+    "Qwen3_5ForConditionalGeneration": OUT,
+    "Qwen3_5MoeForConditionalGeneration": OUT,
+    "Qwen3VLForConditionalGeneration": DEEP,
+    "Qwen3VLMoeForConditionalGeneration": DEEP,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": DEEP,
+    "Qwen4ExpForConditionalGeneration": {"text_config": INDEXED, **OUT},
+    "Step3p7ForConditionalGeneration": {"text_config": {"sliding_window": 4}},
+    "VipLlavaForConditionalGeneration": {"vision_feature_layer": [-1, -2]},
 }
 
 
@@ -108,7 +210,53 @@ def placeholder(example: Example) -> int:
 def row_of(token: int, features: Sequence[int], generator: torch.Generator) -> Tensor:
     """The tokens of a sample, with the placeholders of its images between others."""
     text = torch.randint(4, 70, (4 + 2 * len(features),), generator=generator)
+    text = text.where(text != token, 75)
     parts = [text[:3]]
     for number, count in enumerate(features):
         parts += [torch.full((count,), token), text[3 + 2 * number : 5 + 2 * number]]
     return torch.cat([*parts, text[-1:]])
+
+
+# Classes that transformers itself cannot build or run here, and why.
+NOT_BUILT: dict[str, str] = {
+    "ChameleonForConditionalGeneration": "its images are tokens of a vocabulary that only its checkpoints have",
+    "DeepseekOcr2ForConditionalGeneration": "its config does not exist without all settings of two towers",
+    "DiffusionGemmaForBlockDiffusion": "it makes blocks by diffusion, not the next token",
+    "Emu3ForConditionalGeneration": "its images are tokens of a vocabulary that only its checkpoints have",
+    "FastVlmForConditionalGeneration": "needs timm for its vision tower",
+    "Gemma3nForConditionalGeneration": "needs timm for its vision tower",
+    "Mistral4ForCausalLM": "reads no images, and transformers itself fails in forward of a tiny one",
+    "NemotronH_Omni_Reasoning_V3": "transformers itself fails in forward of a tiny one",
+    "PPFormulaNetForConditionalGeneration": "transformers itself fails in forward of a tiny one",
+    "PerceptionLMForConditionalGeneration": "needs timm for its vision tower",
+}
+# Classes that cannot be observed without images, or whose samples are something else.
+NO_ROW = (
+    "BlipForConditionalGeneration",
+    "Blip2ForConditionalGeneration",
+    "CohereCompassForConditionalGeneration",
+    "IdeficsForVisionText2Text",
+    "InstructBlipForConditionalGeneration",
+    "InstructBlipVideoForConditionalGeneration",
+    "Kosmos2ForConditionalGeneration",
+    "Molmo2ForConditionalGeneration",
+    "PI0ForConditionalGeneration",
+    "Pix2StructForConditionalGeneration",
+    "UdopForConditionalGeneration",
+)
+# Classes that are rows without images, but take none, or take them otherwise than beside tokens.
+NO_IMAGES = (
+    "EvollaForProteinText2Text",
+    "Florence2ForConditionalGeneration",
+    "FuyuForCausalLM",
+    "GitForCausalLM",
+    "InklingForConditionalGeneration",
+    "Kosmos2_5ForConditionalGeneration",
+    "MiniCPMOcrForConditionalGeneration",
+    "MiniCPMV4_6ForConditionalGeneration",
+    "MiniCPMV4_7ForConditionalGeneration",
+    "MllamaForConditionalGeneration",
+    "T5Gemma2ForConditionalGeneration",
+    "UnlimitedOcrForConditionalGeneration",
+    "VisionEncoderDecoderModel",
+)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import transformers
 from families import causal_families
-from models_table import IS_NO_ROW, line, table
+from models_table import IS_NO_ROW, line, seeing_line, table
+from seeing import NO_IMAGES, NO_ROW, NOT_BUILT, seeing_families
 
 DOCUMENT = Path(__file__).parents[2] / "docs/models.md"
 FAMILIES = causal_families()
@@ -15,6 +16,13 @@ SAMPLE = [
     "HrmTextForCausalLM",
     "XLNetLMHeadModel",
     "Gemma4AssistantForCausalLM",
+]
+
+SEEING = seeing_families()
+SAMPLE_OF_SEEING = [
+    "LlavaForConditionalGeneration",
+    "MllamaForConditionalGeneration",
+    "FastVlmForConditionalGeneration",
 ]
 
 is_documented_version = pytest.mark.skipif(
@@ -32,7 +40,21 @@ def test_a_sample_of_the_lines_is_true(name):
 @is_documented_version
 def test_every_class_has_a_line():
     named = [text.split("`")[1] for text in DOCUMENT.read_text().splitlines() if text.startswith("| `")]
-    assert named == list(FAMILIES)
+    assert named == [*FAMILIES, *SEEING]
+
+
+@is_documented_version
+@pytest.mark.parametrize("name", SAMPLE_OF_SEEING)
+def test_a_sample_of_the_lines_of_models_that_read_images_is_true(name):
+    assert f"\n{seeing_line(SEEING[name])}\n" in DOCUMENT.read_text()
+
+
+@is_documented_version
+def test_at_least_sixty_classes_that_read_images_are_rows():
+    seeing = DOCUMENT.read_text().partition("## Models that read images")[2]
+    rows = {text.split("`")[1] for text in seeing.splitlines() if text.endswith("| row |  |")}
+    assert rows == SEEING.keys() - {*NOT_BUILT, *NO_ROW, *NO_IMAGES}
+    assert len(rows) >= 60
 
 
 @is_documented_version

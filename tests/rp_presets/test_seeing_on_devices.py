@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 from comparison import Outcome, differences, without_cache, without_dropout
+from examples import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from roundpipe import RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
-from seeing import batch_of, seeing_families
+from seeing import NO_IMAGES, NO_ROW, NOT_BUILT, batch_of, seeing_families
 from test_families_on_devices import gradients
 from torch import nn
 
 FAMILIES = seeing_families()
 # Images alike; patches of all images in one tensor, with deep-stack features; images of several sizes.
 SAMPLE = ("LlavaForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Mistral3ForConditionalGeneration")
+ROWS = [name for name in FAMILIES if name not in {*NOT_BUILT, *NO_ROW, *NO_IMAGES}]
 # Two images, none, one, none, and two: microbatches without images, and more images than samples.
 RAGGED = ((0, 1), (), (2,), (), (1, 0))
 PLACES = (("cpu:1", 1), ("cpu:2", 2), ("cpu:4", 3))
@@ -48,3 +52,71 @@ def assert_trains_as_plainly(name: str, devices: str, microbatches: int, owned: 
 @pytest.mark.parametrize("name", [name for name in SAMPLE if name in FAMILIES])
 def test_a_model_that_sees_trains_on_devices_as_plainly(name, devices, microbatches):
     assert_trains_as_plainly(name, devices, microbatches)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("devices", "microbatches"), PLACES)
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in SAMPLE])
+def test_every_other_model_that_sees_trains_on_devices_as_plainly(name, devices, microbatches):
+    assert_trains_as_plainly(name, devices, microbatches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SAMPLE if name in FAMILIES])
+@given(data=st.data())
+@settings(max_examples=examples(20), deadline=None)
+def test_samples_may_have_any_number_of_images(name, data):
+    images = st.lists(st.integers(0, 2), max_size=3)
+    owned = data.draw(st.lists(images, min_size=3, max_size=5), label="images of each sample")
+    devices, microbatches = data.draw(st.sampled_from(PLACES), label="devices and microbatches")
+
+    assert_trains_as_plainly(name, devices, microbatches, owned)
+
+
+@pytest.mark.parametrize("trained_part", ["visual", "language_model"])
+def test_towers_and_language_models_may_be_frozen(trained_part):
+    model = without_dropout(FAMILIES["Qwen3VLForConditionalGeneration"].build()).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(f".{trained_part}." in name)
+    batch = without_cache(model, batch_of(model, RAGGED))
+    expected = trained_plainly(copy.deepcopy(model), batch)
+
+    assert differences(trained(model, batch, "cpu:2", 2), expected) == []
+    assert any(value.any() for name, value in expected.items() if f".{trained_part}." in name)
+
+
+def test_towers_and_projectors_may_have_adapters():
+    from peft import LoraConfig, get_peft_model
+
+    model = without_dropout(FAMILIES["LlavaForConditionalGeneration"].build()).train()
+    targets = r".*(vision_tower.*(q_proj|v_proj)|projector.linear_1|language_model.*q_proj)"
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    batch = without_cache(model, batch_of(model, RAGGED))
+    expected = trained_plainly(copy.deepcopy(adapted), batch)
+
+    assert differences(trained(adapted, batch, "cpu:2", 2), expected) == []
+    assert all(any(part in name for name in expected) for part in ("vision_tower", "projector", "language_model"))
+
+
+def test_a_sample_whose_placeholders_do_not_fit_its_images_is_named():
+    model = without_dropout(FAMILIES["LlavaForConditionalGeneration"].build()).train()
+    batch = without_cache(model, batch_of(model, RAGGED))
+    batch["input_ids"][1, 0] = int(batch["input_ids"][0].mode().values)
+
+    with pytest.raises(ValueError, match="each image that is given must have its placeholders in input_ids"):
+        trained(model, batch, "cpu:2", 2)
+
+
+def test_positions_of_time_height_and_width_may_be_given():
+    model = without_dropout(FAMILIES["Qwen3VLForConditionalGeneration"].build()).train()
+    batch = without_cache(model, batch_of(model, RAGGED))
+    batch["position_ids"], _ = model.model.get_rope_index(
+        batch["input_ids"],
+        image_grid_thw=batch["image_grid_thw"],
+        attention_mask=batch["attention_mask"],
+        mm_token_type_ids=batch["mm_token_type_ids"],
+    )
+    expected = trained_plainly(copy.deepcopy(model), batch)
+
+    assert differences(trained(model, batch, "cpu:2", 3), expected) == []

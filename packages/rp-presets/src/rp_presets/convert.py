@@ -62,6 +62,11 @@ class Row(nn.Sequential):
         for module in (self, *layers):
             module.training = layers[0].training
 
+    @property
+    def refuses_images(self) -> str:
+        """Why it takes no images, though its model does; empty otherwise."""
+        return self._images.reason if isinstance(self._images, Unseen) else ""
+
     def entries_of_samples(self, arguments: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
         """Return how many entries each sample has, by name of the arguments of a call that hold images.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, cast
@@ -40,6 +40,7 @@ class Images:
         Raises `ValueError` where placeholders and images disagree, with the sample.
         """
         given = {name: arguments[name] for name in self.names if isinstance(arguments.get(name), Tensor)}
+        _refuse_others(arguments, self.names)
         if not given:
             return {}
         ids = arguments.get("input_ids")
@@ -85,6 +86,8 @@ class BySample:
     def entries(self, arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """See `Images.entries`."""
         given = [name for name in self.names if isinstance(arguments.get(name), Tensor)]
+        if self.names:
+            _refuse_others(arguments, self.names)
         return {name: (1,) * len(arguments[name]) for name in given}
 
 
@@ -104,6 +107,17 @@ class Unseen:
                     "example_inputs=...), or wrap it with use_sequential_preset=False"
                 )
         return {}
+
+
+def _refuse_others(arguments: Mapping[str, Any], names: Collection[str]) -> None:
+    """Raise `UnsupportedModel` for pixels of which it is unknown how they belong to samples, such as of videos."""
+    others = (name for name in arguments if name.startswith("pixel_values") and name not in names)
+    if (name := next((name for name in others if isinstance(arguments[name], Tensor)), None)) is not None:
+        raise UnsupportedModel(
+            f"{name} cannot be given: the row knows only how {', '.join(names)} belong to samples; observe it "
+            "with arguments like these, wrap_model_to_roundpipe(model, example_inputs=...), or wrap it with "
+            "use_sequential_preset=False"
+        )
 
 
 def _scaled(weights: Sequence[int], placeholders: int) -> list[int]:

@@ -16,7 +16,10 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a config says: `side` of an image and of a `patch`, `frames` a patch, `merge` patches a side."""
+    """What a config says: `side` of an image and of a `patch`, `frames` a patch, `merge` patches a side.
+
+    `large_side`: of an image for a second tower.
+    """
 
     side: int
     patch: int
@@ -24,6 +27,7 @@ class Sizes:
     merge: int
     channels: int
     pinpoints: tuple[tuple[int, int], ...]
+    large_side: int
 
     @classmethod
     def of(cls, config: Any) -> Sizes:
@@ -33,10 +37,11 @@ class Sizes:
         return cls(
             _number(_found(configs, "image_size"), patch * 4),
             patch,
-            _number(_found(configs, "temporal_patch_size"), 1),
+            _number(_found(configs, "temporal_patch_size", "patch_temporal"), 1),
             _number(_found(configs, "spatial_merge_size", "merge_size", "pooling_kernel_size"), 1),
             _number(_found(configs, "in_channels", "in_chans", "num_channels"), 3),
             tuple((one[0], one[1]) for one in _found(configs, "image_grid_pinpoints") or ()),
+            _number(_found([getattr(config, "high_res_vision_config", None)], "image_size"), patch * 8),
         )
 
 
@@ -50,7 +55,11 @@ def forms(config: Any, names: Collection[str]) -> Iterator[Arguments]:
     if "pixel_values" not in names:
         return
     for form in (_grids, _positions, _shapes, _tiles, _sized, _plain, _by_sample):
-        yield from form(sizes, names)
+        for found in form(sizes, names):
+            yield found
+            if found["pixel_values"].ndim >= 4 and "pixel_attention_mask" in names:
+                *before, _, height, width = found["pixel_values"].shape
+                yield {**found, "pixel_attention_mask": torch.ones(*before, height, width, dtype=torch.int64)}
 
 
 def _grids(sizes: Sizes, names: Collection[str]) -> Iterator[Arguments]:
@@ -71,6 +80,7 @@ def _grids(sizes: Sizes, names: Collection[str]) -> Iterator[Arguments]:
                 (channels, side, side),
                 (channels * side * side,),
                 (channels, frames, side, side),
+                (merge * side, merge * side, channels),
             )
         ):
             yield {"pixel_values": varied(count, *shape), name: grids, **more}
@@ -131,18 +141,20 @@ def _sized(sizes: Sizes, names: Collection[str]) -> Iterator[Arguments]:
 
 
 def _plain(sizes: Sizes, names: Collection[str]) -> Iterator[Arguments]:
-    """Images, or tiles of images, of one size."""
-    del names
-    yield {"pixel_values": varied(3, sizes.channels, sizes.side, sizes.side)}
+    """Images, or tiles of images, of one size; where a model has two towers, of two."""
+    found = {"pixel_values": varied(3, sizes.channels, sizes.side, sizes.side)}
+    if "high_res_pixel_values" in names:
+        found["high_res_pixel_values"] = varied(3, sizes.channels, sizes.large_side, sizes.large_side)
+    yield found
 
 
 def _by_sample(sizes: Sizes, names: Collection[str]) -> Iterator[Arguments]:
     """Images by sample: padded with zeros to as many as the sample that has most."""
-    del names
-    pixels = varied(3, 2, sizes.channels, sizes.side, sizes.side)
-    pixels[1] = 0
-    pixels[2, 1] = 0
+    real = torch.tensor([[True, True], [False, False], [True, False]])
+    pixels = varied(3, 2, sizes.channels, sizes.side, sizes.side) * real[:, :, None, None, None]
     yield {"pixel_values": pixels}
+    if "pixel_attention_mask" in names:
+        yield {"pixel_values": pixels, "pixel_attention_mask": real}
 
 
 def varied(*shape: int) -> Tensor:

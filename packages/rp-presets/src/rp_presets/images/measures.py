@@ -123,8 +123,12 @@ def _pooled(found: Any) -> Tensor | Sequence[Tensor]:
     """Return the features in what `get_image_features` returns: one tensor, or one for each image."""
     if isinstance(found, Tensor | list | tuple):
         return cast("Tensor | Sequence[Tensor]", found)
-    pooled: Any = getattr(found, "pooler_output", None)
-    return found.last_hidden_state if pooled is None else pooled
+    names = ("pooler_output", "last_hidden_state")
+    pooled: Any = next((one for name in names if (one := getattr(found, name, None)) is not None), None)
+    if pooled is None:
+        # Pairs of a layer and the features that it adds.
+        pooled = found.deepstack_features[0][1]
+    return pooled
 
 
 def _key(given: Given) -> Hashable:

@@ -176,6 +176,8 @@ class CalledModule(nn.Module):
         self.training = module.training
         vars(self)["outline"] = Outline(module)
         vars(self)["kind"] = type(module)
+        vars(self)["_like"] = next((Spec.of(one) for one in module.parameters()), None)
+        vars(self)["parameters"] = types.MethodType(_parameters, self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the session."""
@@ -312,7 +314,7 @@ def _parameters(module: nn.Module, recurse: bool = True) -> Iterable[Tensor]:
     """Iterate a module's parameters, or a stand-in if it holds none, for code that reads the first one's dtype."""
     parameters = [*nn.Module.parameters(module, recurse)]
     like = cast(Spec | None, vars(module)["_like"])
-    if not parameters and like is not None:
+    if not parameters and like is not None and _SESSION.get(None) is not None:
         parameters = [cast(nn.Parameter, Spec(torch.Size(), like.dtype).stand_in(_SESSION.get().device))]
     return iter(parameters)
 

@@ -1,0 +1,166 @@
+"""Rows of tiny models that read images, against the models themselves; which images belong to which samples."""
+
+import copy
+
+import pytest
+import torch
+from comparison import compare_case, differences, outcome, plainly, without_cache, without_dropout
+from examples import examples
+from families import causal_families
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rp_presets import UnsupportedModel, to_sequential
+from rp_presets.images.belonging import Images
+from rp_presets.images.measures import Alike, Area
+from seeing import NO_IMAGES, NO_ROW, NOT_BUILT, batch_of, seeing_families
+from torch import nn
+
+FAMILIES = seeing_families()
+# Tiles alike; patches in one tensor, with features that later layers add; images of several sizes; patches with
+# positions; images by sample.
+SAMPLE = (
+    "LlavaForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Idefics3ForConditionalGeneration",
+)
+ROWS = [name for name in FAMILIES if name not in {*NOT_BUILT, *NO_ROW, *NO_IMAGES}]
+RAGGED = ((0, 1), (), (2,))
+PATCH, TOKEN = 4, 9
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def built(name: str) -> nn.Module:
+    return without_dropout(FAMILIES[name].build())
+
+
+def assert_row_equals(name: str) -> None:
+    model = built(name)
+    row = to_sequential(model)
+    for training in (False, True):
+        model.train(training)
+        row.train(training)
+        for owned in (RAGGED, ((), ())):
+            batch = without_cache(model, batch_of(model, owned))
+            assert compare_case(model, row, batch) == [], (owned, training)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SAMPLE if name in FAMILIES])
+def test_a_row_that_sees_equals_its_model(name):
+    assert_row_equals(name)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in SAMPLE])
+def test_every_other_row_that_sees_equals_its_model(name):
+    assert_row_equals(name)
+
+
+# --- which images belong to which samples -----------------------------------------------------------------------
+
+
+@given(st.data())
+@settings(max_examples=examples(60))
+def test_images_go_with_the_samples_whose_placeholders_they_fill(data):
+    sizes = st.tuples(st.just(1), st.integers(1, 3), st.integers(1, 3))
+    owned = data.draw(st.lists(st.lists(sizes, max_size=3), min_size=1, max_size=5).filter(any))
+    grids = torch.tensor([grid for images in owned for grid in images]) * torch.tensor([1, 2, 2])
+    features = [sum(height * width for _, height, width in images) for images in owned]
+    ids = torch.tensor([[TOKEN] * count + [1] * (max(features) + 1 - count) for count in features])
+    patches = torch.zeros(int(grids.prod(-1).sum()), 3)
+    images = Images(("pixel_values", "image_grid_thw"), TOKEN, Area("image_grid_thw"), "image_grid_thw")
+
+    entries = images.entries({"input_ids": ids, "pixel_values": patches, "image_grid_thw": grids})
+
+    assert entries["image_grid_thw"] == tuple(map(len, owned))
+    assert entries["pixel_values"] == tuple(count * PATCH for count in features)
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "said"),
+    [
+        ([[9, 9, 1, 1], [1, 1, 1, 1]], 0, None),
+        ([[9, 9, 1, 1], [9, 1, 1, 1]], 2, "3 placeholders of images, which 2 images cannot fill"),
+        ([[9, 9, 9, 1], [9, 1, 1, 1]], 2, "sample 0 must have as many placeholders as whole images have features"),
+        ([[1, 1, 1, 1], [1, 1, 1, 1]], 2, "0 placeholders of images"),
+    ],
+)
+def test_images_that_do_not_fit_their_placeholders_are_refused_with_the_sample(rows, count, said):
+    arguments = {"input_ids": torch.tensor(rows), "pixel_values": torch.zeros(count, 3, 8, 8) if count else None}
+    images = Images(("pixel_values",), TOKEN, Alike("pixel_values"), "")
+
+    if said is None:
+        assert images.entries(arguments) == {}
+        return
+    with pytest.raises(ValueError, match=said):
+        images.entries(arguments)
+
+
+def test_images_without_tokens_are_refused():
+    images = Images(("pixel_values",), TOKEN, Alike("pixel_values"), "")
+
+    with pytest.raises(ValueError, match="input_ids must be given beside pixel_values"):
+        images.entries({"inputs_embeds": torch.zeros(1, 2, 3), "pixel_values": torch.zeros(1, 3, 8, 8)})
+
+
+class MixesImages(nn.Module):
+    """Adds the mean of all images of a batch to each: no sample has images of its own."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, *args, **kwargs):
+        found = self.tower(*args, **kwargs)
+        return found + found.mean(0, keepdim=True)
+
+
+def test_a_model_that_mixes_the_images_of_samples_takes_none():
+    model = built("LlavaForConditionalGeneration")
+    model.model.multi_modal_projector = MixesImages(model.model.multi_modal_projector)
+
+    row = to_sequential(model)
+
+    assert "image 0 of sample 0 changes the samples [0, 2]" in row.refuses_images
+    batch = batch_of(built("LlavaForConditionalGeneration"), RAGGED)
+    with pytest.raises(UnsupportedModel, match=r"pixel_values cannot be given.*changes the samples"):
+        row.entries_of_samples(batch)
+    assert row.entries_of_samples({"input_ids": batch["input_ids"]}) == {}
+
+
+def test_positions_of_time_height_and_width_are_split_by_samples():
+    row = to_sequential(built("Qwen3VLForConditionalGeneration"))
+    ids = torch.ones(3, 5)
+
+    assert row.sample_dimensions({"input_ids": ids, "position_ids": torch.ones(3, 3, 5)}) == {"position_ids": 1}
+    assert row.sample_dimensions({"input_ids": ids, "position_ids": torch.ones(3, 5)}) == {}
+
+
+def test_a_row_of_a_model_for_tokens_takes_no_images():
+    row = to_sequential(causal_families()["LlamaForCausalLM"].build())
+
+    assert row.refuses_images == ""
+    assert row.entries_of_samples({"input_ids": torch.ones(2, 3)}) == {}
+
+
+def test_conversion_with_images_leaves_the_model_as_it_was():
+    model = built("Qwen3VLForConditionalGeneration")
+    batch = without_cache(model, batch_of(model, RAGGED))
+    twin = copy.deepcopy(model)
+    before = model.model.rope_deltas
+
+    to_sequential(model)
+
+    assert model.model.rope_deltas is before
+    expected = outcome(twin, plainly(twin, batch))
+    assert differences(outcome(model, plainly(model, batch)), expected) == []
