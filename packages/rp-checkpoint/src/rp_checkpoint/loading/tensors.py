@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from rp_engine.engine.capture import Held
-from rp_engine.state.master import is_split
+from rp_engine.saving import Held, is_split
 from rp_optim import SplitMaster
 
 from rp_checkpoint.files.tensor_file import sample

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from rp_engine import Runtime
-from rp_engine.engine.capture import Captured, Held
+from rp_engine.saving import Captured, Held
 from rp_optim.jobs import Outcome
 
 from rp_checkpoint.model.facts import ModelFacts

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rp_engine import Runtime
 from rp_engine.connecting import ALONE
-from rp_engine.engine.capture import Captured
 from rp_engine.errors import RoundPipeError, in_words
+from rp_engine.saving import Captured
 from rp_engine.user_warnings import warn_user
 from rp_optim.jobs import Outcome, Worker
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from rp_engine.engine.capture import Captured, Held
-from rp_engine.state.master import is_split, published, reading
+from rp_engine.saving import Captured, Held, is_split, published, reading
 
 from rp_checkpoint.errors import CheckpointError
 from rp_checkpoint.files.manifest import FORMAT, OWN
