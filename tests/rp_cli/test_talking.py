@@ -11,6 +11,7 @@ import pytest
 import torch
 from finetuning import json_lines, make_model, words
 from rp_cli.main import main
+from rp_cli.talking.speaker import Speaker
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PROMPTS = [{"prompt": words(1, 4), "id": 7}, {"prompt": words(2, 9)}]
@@ -106,6 +107,73 @@ def test_sampling_is_repeated_by_its_seed(model: Path, tmp_path: Path) -> None:
         return completions(tmp_path / name)
 
     assert sampled(1, "one") == sampled(1, "two") != sampled(2, "three")
+
+
+def test_what_was_stopped_goes_on_as_if_it_had_not(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = json_lines(tmp_path / "prompts.jsonl", [{"prompt": words(n, 4)} for n in range(5)])
+    output, part = tmp_path / "said.jsonl", tmp_path / "said.jsonl.part"
+    asked = ["generate", str(model), "--prompts", str(prompts), "--max-tokens", "9", "--batch", "2"]
+    sampled = [*asked, "--temperature", "3", "--microbatches", "2", "--output"]
+    assert main([*sampled, str(tmp_path / "whole.jsonl")]) == 0
+    whole = (tmp_path / "whole.jsonl").read_text()
+
+    complete = Speaker.complete
+    monkeypatch.setattr(Speaker, "complete", stopping_at(2, complete))
+    assert main([*sampled, str(output)]) != 0
+
+    assert "2 of 5 completions are in" in capsys.readouterr().err
+    assert not output.exists()
+    assert part.read_text() == "".join(whole.splitlines(keepends=True)[:2])
+    monkeypatch.setattr(Speaker, "complete", complete)
+    assert main([*sampled, str(output)]) == 2
+    assert "go on with --resume" in capsys.readouterr().err
+    # As whoever was stopped in the middle of a line leaves it.
+    part.write_text(part.read_text() + whole.splitlines()[2][:-3])
+    assert main([*sampled, str(output), "--resume"]) == 0
+    assert output.read_text() == whole
+    assert not part.exists()
+
+
+def test_completions_of_other_prompts_do_not_go_on(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, output = json_lines(tmp_path / "prompts.jsonl", PROMPTS), tmp_path / "said.jsonl"
+    assert generate(model, prompts, output, "--resume") == 2
+    assert "said.jsonl.part cannot be read" in capsys.readouterr().err
+    json_lines(tmp_path / "said.jsonl.part", [{"prompt": "other", "completion": "x"}])
+
+    assert generate(model, prompts, output, "--resume") == 2
+
+    assert "line 1 of" in capsys.readouterr().err
+    assert generate(model, prompts, output, "--overwrite") == 0
+    assert len(completions(output)) == len(PROMPTS)
+
+
+def test_prompts_that_take_too_much_memory_are_named(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = json_lines(tmp_path / "prompts.jsonl", PROMPTS)
+    monkeypatch.setattr(Speaker, "complete", stopping_at(1, Speaker.complete, torch.OutOfMemoryError("of cpu:0")))
+
+    assert generate(model, prompts, tmp_path / "said.jsonl") == 2
+
+    told = capsys.readouterr().err
+    assert all(words in told for words in ("prompts.jsonl:1", "more --microbatches", "of cpu:0"))
+    assert list(tmp_path.iterdir()) == [prompts]
+
+
+def stopping_at(call: int, complete: Any, error: BaseException | None = None) -> Any:
+    calls = []
+
+    def stopping(*args: Any, **kwargs: Any) -> list[str]:
+        calls.append(args)
+        if len(calls) == call:
+            raise error or KeyboardInterrupt
+        return complete(*args, **kwargs)
+
+    return stopping
 
 
 @pytest.mark.usefixtures("measured_once")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import TextIO
 
+import torch
 from rp_trainer.errors import Refused
 from tqdm import tqdm
 
@@ -14,32 +14,41 @@ from rp_cli.strangers.refusing import refusing
 from rp_cli.talking.options import GenerateOptions
 from rp_cli.talking.prompts import Prompt, prompts_in
 from rp_cli.talking.speaker import Speaker, speaking
+from rp_cli.talking.unfinished import Unfinished
 
 
 def generate(options: GenerateOptions) -> None:
     """Write a line of JSON for each prompt, in order, as soon as its batch is complete.
 
-    Raises `Refused` before anything is loaded for files that cannot be read or written.
+    The file has its name once it has all of them. Raises `Refused` before anything is loaded for files that cannot
+    be read or written.
     """
     prompts = prompts_in(options.prompts, options.system)
     _check_output(options)
+    output = Unfinished(options.output, [prompt.row for prompt in prompts])
+    if options.resume:
+        output.resume()
+    elif output.path.exists() and not options.overwrite:
+        raise Refused(
+            f"{output.path} has completions of a command that failed; go on with --resume, or --overwrite"
+        )
+    batches = list(_batches(prompts, options.batch))
+    starts = [0, *accumulate(map(len, batches))]
+    first = max(number for number, start in enumerate(starts) if start <= output.num_done)
     with (
+        output.written(starts[first]),
         speaking(options) as speaker,
-        _opened(options.output) as file,
-        tqdm(total=len(prompts), desc="generate", unit="prompt", disable=options.quiet) as bar,
+        tqdm(
+            total=len(prompts), initial=starts[first], desc="generate", unit="prompt", disable=options.quiet
+        ) as bar,
     ):
-        for batch in _batches(prompts, options.batch):
-            for prompt, said in zip(batch, _completed(speaker, batch), strict=True):
-                file.write(json.dumps({**prompt.row, "completion": said}, ensure_ascii=False) + "\n")
-            file.flush()
+        for batch, start in zip(batches[first:], starts[first:], strict=False):
+            # Whoever goes on later draws the same numbers.
+            torch.manual_seed(options.seed + start)  # pyright: ignore[reportUnknownMemberType]
+            output.add(_completed(speaker, batch))
             bar.update(len(batch))
     if not options.quiet:
         print(f"{len(prompts)} completions are in {options.output}", flush=True)
-
-
-def _opened(path: Path) -> TextIO:
-    with refusing(f"--output {path} cannot be written: ", (OSError,)):
-        return path.open("w", encoding="utf-8")
 
 
 def _check_output(options: GenerateOptions) -> None:
@@ -67,4 +76,11 @@ def _completed(speaker: Speaker, batch: Sequence[Prompt]) -> list[str]:
     with refusing(f"{batch[0].place}: ", (Refused,)):
         is_form = batch[0].text is None
         texts = [prompt.text or speaker.text_of(prompt.row["messages"]) for prompt in batch]
-        return speaker.complete(texts, is_form=is_form)
+        try:
+            return speaker.complete(texts, is_form=is_form)
+        except torch.OutOfMemoryError as error:
+            raise Refused(
+                f"with the {len(batch) - 1} prompts after it, it takes more memory than the devices have; try a "
+                "smaller --batch or --max-tokens, or more --microbatches, which read prompts one after another "
+                f"({error})"
+            ) from error

@@ -78,7 +78,13 @@ class GenerateOptions(TalkOptions):
     prompts: Path = option("JSON lines with 'prompt' or 'messages', or a text file with a prompt a line", path())
     output: Path = option("JSON lines: those of the prompts, each with its 'completion'", path())
     batch: int = option("prompts that are completed together", shared.BATCH, "16")
+    microbatches: int = option(
+        "parts of a batch that are read one after another, if its prompts take too much memory",
+        whole(1, 2**20),
+        "1",
+    )
     overwrite: bool = option("replace --output", FLAG, False)
+    resume: bool = option("go on where the same command has failed", FLAG, False, excludes="overwrite")
     quiet: bool = option("print nothing but warnings and errors", FLAG, False)
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from roundpipe import RoundPipe, Runtime, from_pretrained
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained
 from rp_presets import DamagedFile, UnsupportedModel, check_checkpoint, check_tokenizer, unasked
 from rp_trainer.errors import Refused
 from rp_trainer.processes import ALONE
@@ -92,7 +92,8 @@ def speaking(options: TalkOptions) -> Generator[Speaker]:
     tokenizer = checked_tokenizer(source)
     with model_of(source, options) as model:
         torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
-        yield Speaker(model, tokenizer, _sampling(options, tokenizer))
+        config = RoundPipeRunConfig(num_microbatch=getattr(options, "microbatches", 1))
+        yield Speaker(model, tokenizer, {**_sampling(options, tokenizer), "roundpipe_run_config": config})
 
 
 @contextmanager

@@ -46,18 +46,22 @@ def remedies(microbatches: int, grain: str, *, is_planned: bool) -> str:
     return _numbered(found)
 
 
-def remedies_with_state() -> str:
+def remedies_with_state(microbatches: int) -> str:
     """List what helps a call whose layers write state, such as those of `generate`.
 
-    >>> print(remedies_with_state())
+    >>> print(remedies_with_state(1))
     RoundPipe: to need less memory, try in this order:
-      1. prompts in pieces: generate(prefill_chunk_size=...); layers work on one piece at a time
-      2. fewer sequences at once: a smaller batch, num_return_sequences or num_beams
-      3. shorter prompts, or fewer max_new_tokens: keys and values take memory for each token
-      4. more devices, which share the layers (ROUNDPIPE_DEVICES)
+      1. more microbatches: generate(roundpipe_run_config=RoundPipeRunConfig(num_microbatch=2)); layers work on
+         some prompts at a time
+      2. prompts in pieces: generate(prefill_chunk_size=...); layers work on one piece at a time
+      3. fewer sequences at once: a smaller batch, num_return_sequences or num_beams
+      4. shorter prompts, or fewer max_new_tokens: keys and values take memory for each token
+      5. more devices, which share the layers (ROUNDPIPE_DEVICES)
     """
+    setting = f"roundpipe_run_config=RoundPipeRunConfig(num_microbatch={2 * microbatches})"
     return _numbered(
         [
+            f"more microbatches: generate({setting}); layers work on\n     some prompts at a time",
             "prompts in pieces: generate(prefill_chunk_size=...); layers work on one piece at a time",
             "fewer sequences at once: a smaller batch, num_return_sequences or num_beams",
             "shorter prompts, or fewer max_new_tokens: keys and values take memory for each token",
@@ -74,7 +78,7 @@ def _numbered(found: Sequence[str]) -> str:
 def advice(call: Call) -> str:
     """List what helps a call that has failed for want of device memory."""
     if call.holds_state:
-        return remedies_with_state()
+        return remedies_with_state(call.num_microbatches)
     return remedies(call.num_microbatches, call.grain, is_planned=call.is_planned)
 
 
