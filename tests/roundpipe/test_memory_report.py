@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
 import pytest
 import roundpipe
 import torch
-from plain import square_error
+from plain import assert_near, gradients, square_error
 from roundpipe import MemoryReport, RoundPipe, RoundPipeRunConfig, Runtime
+from rp_engine.errors import Busy
 from rp_engine.runtime.runtime import MemoryUse
+from rp_transfer import Closed
 from torch import nn
 
 NUMEL = 16 * 16 + 16
@@ -139,3 +142,38 @@ def test_it_cannot_be_changed(two: Runtime) -> None:
 def test_what_is_no_optimizer_is_refused(two: Runtime) -> None:
     with pytest.raises(TypeError, match=r"takes optimizers, but got a Linear instead; give it the torch\.optim"):
         wrapped(two).memory_report(nn.Linear(1, 1))
+
+
+def test_device_memory_that_calls_have_left_goes_back_between_them(runtime: Runtime) -> None:
+    plain = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    models = [wrapped(runtime, copy.deepcopy(plain)) for _ in range(2)]
+    outputs: list[torch.Tensor] = []
+    for model in models:
+        call(model)
+        outputs.append(model(torch.ones(8, 16, requires_grad=True)))
+
+    released = runtime.release_memory()
+
+    assert [use.used_bytes for use in released] == [0] * len(runtime.lanes)
+    # What calls before need is there, and calls after have the numbers of one that follows no release.
+    outputs[0].sum().backward()
+    call(models[0])
+    runtime.release_memory()
+    outputs[1].sum().backward()
+    runtime.release_memory()
+    call(models[1])
+    found, expected = (gradients(model) for model in models)
+    assert_near(found, expected)
+
+
+def test_it_is_refused_where_a_call_would_wait_for_itself(runtime: Runtime) -> None:
+    def loss_fn(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        runtime.release_memory()
+        return square_error(outputs, label)
+
+    x = torch.ones(8, 16)
+    with pytest.raises(Busy, match="inside a layer or loss function"):
+        wrapped(runtime).forward_backward(input_args=(x,), label=x, loss_fn=loss_fn)
+    runtime.close()
+    with pytest.raises(Closed):
+        runtime.release_memory()

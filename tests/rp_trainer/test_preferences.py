@@ -72,7 +72,7 @@ def assert_as_unchanged(name: str, path: Path, options: Any, settings: dict[str,
     return found
 
 
-@pytest.mark.parametrize("name", one_in(3, [one for one in KINDS if one != "dpo"]))
+@pytest.mark.parametrize("name", one_in(5, [one for one in KINDS if one != "dpo"]))
 def test_trainers_are_the_same(name, tmp_path, options):
     found = assert_as_unchanged(name, tmp_path, options, {})
 

@@ -124,7 +124,7 @@ REUSED = {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 6}
 @pytest.mark.parametrize(
     "case",
     one_in(
-        3,
+        7,
         [
             ("grpo", {**REUSED, "beta": 0.1}),
             ("grpo", {}),
@@ -271,6 +271,7 @@ def test_a_run_that_was_resumed_is_the_same_with_what_the_trainer_keeps_beside(t
     assert found.entropy_coef == whole.entropy_coef > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients", [False, True])
 def test_log_probabilities_leave_the_devices_without_logits(tmp_path, options, gradients):
     trainer = trained("grpo", tmp_path, {"max_steps": 1}, (RoundPipeMixin,), roundpipe=options)

@@ -23,7 +23,7 @@ from rp_engine.peers.peers import Peers
 from rp_engine.runtime.at_exit import AT_EXIT
 from rp_engine.runtime.host_limit import current_limit
 from rp_engine.runtime.lane import Lane
-from rp_engine.runtime.launcher import Launcher
+from rp_engine.runtime.launcher import Launcher, wait_until
 from rp_engine.runtime.switch_interval import quick_switching
 from rp_engine.telemetry import tracing
 from rp_engine.telemetry.measurements import Measurements
@@ -203,6 +203,29 @@ class Runtime:
     def memory(self) -> tuple[MemoryUse, ...]:
         """Used, peak and total bytes of each device."""
         return tuple(lane.device.memory() for lane in self.lanes)
+
+    def release_memory(self) -> tuple[MemoryUse, ...]:
+        """Give back the device memory that calls have left, for another program on the same GPUs.
+
+        It waits for calls in progress, which keep what they need, but not for steps. The next call takes memory
+        again. Graphs (``launch="graphs"``) and the devices' contexts stay. Returns what is used then, by device.
+
+        >>> with Runtime("cpu:2") as runtime:
+        ...     [use.used_bytes for use in runtime.release_memory()]
+        [0, 0]
+
+        Raises `Busy` inside a layer, loss function or step function, and `Closed` after the runtime was closed.
+        """
+        self.launch(self._release_memory)
+        return self.memory()
+
+    def _release_memory(self) -> None:
+        # First all leave what they hold: a packet may go from one device to another.
+        for lane in self.lanes:
+            lane.settle()
+        for job in [lane.do(lane.make_room) for lane in self.lanes]:
+            wait_until(job.wait)
+            job.result()
 
     def host_memory(self) -> HostUse:
         """Bytes that blocks and activations take on the host."""
