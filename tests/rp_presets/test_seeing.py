@@ -164,3 +164,13 @@ def test_conversion_with_images_leaves_the_model_as_it_was():
     assert model.model.rope_deltas is before
     expected = outcome(twin, plainly(twin, batch))
     assert differences(outcome(model, plainly(model, batch)), expected) == []
+
+
+def test_observing_runs_a_tower_a_few_times_however_much_is_proven():
+    model = built("Qwen3VLForConditionalGeneration")
+    runs: list[int] = []
+    model.model.visual.blocks[0].register_forward_hook(lambda *_: runs.append(1))
+
+    to_sequential(model)
+
+    assert len(runs) < 15, len(runs)

@@ -16,6 +16,7 @@ from rp_presets.observing.trace import Seen
 from rp_presets.rows.carry import Carry, Origin, Value
 from rp_presets.rows.glue import Epilogue, Glue, Interlude, Prologue
 from rp_presets.rows.layout import RowLayout
+from rp_presets.rows.session import remembering_towers
 from rp_presets.rows.trees import leaves
 
 _SEEDS = (1, 2, 3)
@@ -26,6 +27,11 @@ def proven(model: nn.Module, layout: RowLayout, seen: Sequence[Seen], inputs: Ma
 
     Raises `NotARow` if a list of layers is not a row.
     """
+    with remembering_towers():
+        return _proven(model, layout, seen, inputs)
+
+
+def _proven(model: nn.Module, layout: RowLayout, seen: Sequence[Seen], inputs: Mapping[str, Any]) -> RowLayout:
     floats = {(-1, name, 0) for name, value in inputs.items() if isinstance(value, Tensor)}
     for stage in range(1, len(layout.segments) + 1):
         everything = replace(layout, needed=layout.needed | floats | _origins(model, layout, seen, inputs, stage))

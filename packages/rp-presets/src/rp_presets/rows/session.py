@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NoReturn, cast
 
 import torch
@@ -30,6 +31,20 @@ from rp_presets.truths import Truths
 
 class Reached(BaseException):
     """Stops forward when the code after this stage's layers begins. Not an error."""
+
+
+# What towers returned: by the call and the state of the random numbers before it, the result and the state after.
+_REMEMBERED: ContextVar[dict[Any, tuple[Any, Tensor]]] = ContextVar("rp_presets_towers")
+
+
+@contextmanager
+def remembering_towers() -> Generator[None]:
+    """Let runs with the same arguments inside the context run a tower once: on a processor it may take minutes."""
+    token = _REMEMBERED.set({})
+    try:
+        yield
+    finally:
+        _REMEMBERED.reset(token)
 
 
 class Run:
@@ -101,7 +116,7 @@ class Run:
         if self._phase < self._stage:
             return self._again(origin)
         with self.truths.paused():
-            result = self._run(part, args, kwargs)
+            result = self._known(origin, part, args, kwargs)
         self._past[origin] = mapped(Spec.of, result)
         if self._is_needed(origin):
             self._parts[origin] = mapped(_cloned, result)
@@ -177,6 +192,19 @@ class Run:
     def _has_labels(self) -> bool:
         kwargs: dict[str, Any] = {} if self._before is None else self._before.arguments[1]
         return any("label" in name and value is not None for name, value in kwargs.items())
+
+    def _known(
+        self, origin: Origin, part: CalledModule | Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        known = _REMEMBERED.get(None)
+        if known is None or self.device.type != "cpu" or not _is_tower(part):
+            return self._run(part, args, kwargs)
+        key = origin, bytes(torch.get_rng_state().numpy())
+        if key not in known:
+            known[key] = self._run(part, args, kwargs), torch.get_rng_state()
+        result, state = known[key]
+        torch.set_rng_state(state)
+        return mapped(_cloned, result)
 
     def _run(self, part: CalledModule | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # With labels, only the model's own loss is likely to read the logits of a linear layer that widens its
@@ -333,6 +361,10 @@ class Gone:
     def __deepcopy__(self, memo: object) -> Gone:
         del memo
         return self
+
+
+def _is_tower(part: CalledModule | Method) -> bool:
+    return isinstance(part, CalledModule) and any(isinstance(one, nn.ModuleList) for one in part.held().modules())
 
 
 def _cloned(leaf: Any) -> Any:
