@@ -84,9 +84,9 @@ class FewerRows:
         index = is_first.cumsum(0) - 1
 
         def whole(output: Any) -> Any:
-            num_tokens = max(int(cache.get_seq_length()), 1)
             growth = num_rows / int(is_first.sum())
-            self._make_room(growth, growth / num_tokens)
+            # Caches of recurrent layers alone do not tell their length.
+            self._make_room(growth, growth / self._main(kwargs)[0].shape[1])
             self._row.choose_in_cache(cache, index)
             output.logits = output.logits[index.to(output.logits.device)]
             return output
@@ -106,11 +106,14 @@ class FewerRows:
     def _num_rows(self, kwargs: Mapping[str, Any]) -> int | None:
         """The number of rows of a call in which rows can be chosen; None of another one."""
         asks = any(name.startswith("output_") and value for name, value in kwargs.items())
-        main = [kwargs[name] for name in self._row.main_arguments if kwargs.get(name) is not None]
+        main = self._main(kwargs)
         if self._row.training or asks or not main:
             return None
-        found = {len(tensor) if tensor.ndim else -1 for tensor in [*main, *self._tensors(kwargs)]}
+        found = {len(tensor) if tensor.ndim else -1 for tensor in self._tensors(kwargs)}
         return found.pop() if len(found) == 1 else None
+
+    def _main(self, kwargs: Mapping[str, Any]) -> list[Tensor]:
+        return [kwargs[name] for name in self._row.main_arguments if kwargs.get(name) is not None]
 
     def _tensors(self, kwargs: Mapping[str, Any]) -> list[Tensor]:
         with_batch = {name: value for name, value in kwargs.items() if name not in self._row.whole_arguments}
