@@ -39,6 +39,12 @@ GEMMA4_VISION: dict[str, Any] = {
         "position_embedding_size": 64,
     }
 }
+MINICPM: dict[str, Any] = {
+    "image_token_id": 93,
+    "video_token_id": 92,
+    "insert_layer_id": 0,
+    "vision_config": {"insert_layer_id": 0},
+}
 INDEXED = CAUSAL["Qwen4ExpForCausalLM"]
 
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -103,6 +109,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "LlavaNextForConditionalGeneration": TILES,
     "LlavaNextVideoForConditionalGeneration": TILES,
     "LlavaOnevisionForConditionalGeneration": TILES,
+    "MiniCPMOcrForConditionalGeneration": MINICPM,
+    "MiniCPMV4_6ForConditionalGeneration": MINICPM,
+    "MiniCPMV4_7ForConditionalGeneration": MINICPM,
     "Molmo2ForConditionalGeneration": {
         "adapter_config": {"vision_feature_layer": [-1, -2]},
         "vision_config": {"image_size": [32, 32], "num_position_embeddings": 16},
@@ -193,7 +202,8 @@ def images_in(example: Example, name: str, owned: Sequence[Sequence[int]]) -> Te
     """An argument that holds the chosen images of each sample."""
     value = example.arguments[name]
     if not isinstance(example.images, BySample):
-        return torch.cat([value[example.place(name, image)] for images in owned for image in images])
+        own = [value[example.place(name, image)] for images in owned for image in images]
+        return torch.cat(own, example.images.dims.get(name, 0))
     padded = value.new_zeros(len(owned), max(map(len, owned)), *value.shape[2:])
     for sample, images in enumerate(owned):
         for slot, image in enumerate(images):
@@ -261,9 +271,6 @@ NO_IMAGES = (
     "HunYuanVLForConditionalGeneration",
     "InklingForConditionalGeneration",
     "Kosmos2_5ForConditionalGeneration",
-    "MiniCPMOcrForConditionalGeneration",
-    "MiniCPMV4_6ForConditionalGeneration",
-    "MiniCPMV4_7ForConditionalGeneration",
     "MllamaForConditionalGeneration",
     "T5Gemma2ForConditionalGeneration",
     "UnlimitedOcrForConditionalGeneration",

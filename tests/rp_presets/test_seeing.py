@@ -77,13 +77,19 @@ def test_images_go_with_the_samples_whose_placeholders_they_fill(data):
     grids = torch.tensor([grid for images in owned for grid in images]) * torch.tensor([1, 2, 2])
     features = [sum(height * width for _, height, width in images) for images in owned]
     ids = torch.tensor([[TOKEN] * count + [1] * (max(features) + 1 - count) for count in features])
-    patches = torch.zeros(int(grids.prod(-1).sum()), 3)
-    images = Images(("pixel_values", "image_grid_thw"), TOKEN, Area("image_grid_thw"), "image_grid_thw")
+    total, side = int(grids.prod(-1).sum()), data.draw(st.sampled_from([None, 1, 3]))
+    # Patches in one tensor, or side by side with `side` columns of pixels each.
+    patches = torch.zeros(total, 3) if side is None else torch.zeros(1, 3, 2, total * side)
+    dims = {} if side is None else {"pixel_values": 3}
+    images = Images(("pixel_values", "image_grid_thw"), TOKEN, Area("image_grid_thw"), "image_grid_thw", dims)
+    arguments = {"input_ids": ids, "pixel_values": patches, "image_grid_thw": grids}
 
-    entries = images.entries({"input_ids": ids, "pixel_values": patches, "image_grid_thw": grids})
+    entries = images.entries(arguments)
 
     assert entries["image_grid_thw"] == tuple(map(len, owned))
-    assert entries["pixel_values"] == tuple(count * PATCH for count in features)
+    assert entries["pixel_values"] == tuple(count * PATCH * (side or 1) for count in features)
+    places = images.places("pixel_values", arguments)
+    assert sum(patches[place].numel() for place in places) == patches.numel()
 
 
 @pytest.mark.parametrize(

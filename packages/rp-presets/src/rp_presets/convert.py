@@ -76,12 +76,13 @@ class Row(nn.Sequential):
 
     def sample_dimensions(self, arguments: Mapping[str, Any]) -> Mapping[str, int]:
         """Return which dimension is the batch, by name of the arguments of a call in which it is not the first."""
+        found = {name: dim for name, dim in self._images.dims.items() if isinstance(arguments.get(name), Tensor)}
         positions, ids = arguments.get("position_ids"), arguments.get("input_ids")
         if not isinstance(positions, Tensor) or not isinstance(ids, Tensor):
-            return {}
+            return found
         # Time, height and width of each token, as of M-RoPE.
         has_kinds = positions.ndim == 3 and positions.shape[1] == len(ids)
-        return {"position_ids": 1} if has_kinds else {}
+        return {**found, "position_ids": 1} if has_kinds else found
 
     def __getitem__(self, idx: slice | int) -> Any:
         """Return a layer, or a slice of layers as an `nn.Sequential`, since part of a row has no own loss."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from torch import Tensor
 
@@ -19,7 +19,8 @@ class Images:
 
     `names`: the arguments that hold images. `token`: the placeholder of a feature of an image in `input_ids`.
     `measure`: how many features each image has. `grid`: the argument with a row for each image whose product is
-    how many entries it has in arguments that hold patches of all images in one tensor; empty if none do.
+    how many entries it has in arguments that hold patches of all images in one tensor; empty if none do. `dims`:
+    along which dimension these lie, if not the first; there a patch may have several entries, its pixels.
 
     >>> import torch
     >>> from rp_presets.images.measures import Alike
@@ -33,6 +34,7 @@ class Images:
     token: int
     measure: Measure
     grid: str
+    dims: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def entries(self, arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return how many entries of each argument that holds images each sample has.
@@ -57,24 +59,26 @@ class Images:
             found[name] = tuple(sum(lengths[image] for image in own) for own in owned)
         return found
 
-    def places(self, name: str, arguments: Mapping[str, Any]) -> list[slice]:
-        """Return which entries of one argument each image has."""
+    def places(self, name: str, arguments: Mapping[str, Any]) -> list[tuple[slice, ...]]:
+        """Return the index of each image's entries in one argument."""
         given = {name: arguments[name] for name in self.names if isinstance(arguments.get(name), Tensor)}
         lengths = self._lengths(name, given, len(self.measure.weights(given)))
-        return [slice(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
+        before = (slice(None),) * self.dims.get(name, 0)
+        return [(*before, slice(start, stop)) for start, stop in pairwise(accumulate(lengths, initial=0))]
 
     def _lengths(self, name: str, given: Mapping[str, Tensor], images: int) -> list[int]:
         """Return how many entries of an argument each image has."""
-        length = len(given[name])
-        if length == images:
+        length = given[name].shape[self.dims.get(name, 0)]
+        if name not in self.dims and length == images:
             return [1] * images
         patches = Area(self.grid).weights(given) if self.grid in given else []
-        if length != sum(patches):
+        each = length // max(sum(patches), 1) if name in self.dims else 1
+        if length != each * sum(patches):
             raise ValueError(
                 f"{name} must have an entry for each of {images} images, or for each of their {sum(patches)} "
                 f"patches, but its shape is {tuple(given[name].shape)}"
             )
-        return patches
+        return [each * one for one in patches]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,7 @@ class BySample:
     """Arguments that hold the images of each sample in one entry, padded. `names`: these arguments."""
 
     names: tuple[str, ...]
+    dims: ClassVar[Mapping[str, int]] = {}
 
     def entries(self, arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """See `Images.entries`."""
@@ -96,6 +101,7 @@ class Unseen:
     """Images that a row cannot take. `reason`: what prevents it."""
 
     reason: str
+    dims: ClassVar[Mapping[str, int]] = {}
 
     def entries(self, arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Raise `UnsupportedModel` if there are images; see `Images.entries`."""

@@ -33,8 +33,8 @@ class Example:
         entries = self.images.entries(self.arguments)
         found = {name: value[sample : sample + 1] for name, value in self.arguments.items() if name not in entries}
         for name, counts in entries.items():
-            start = sum(counts[:sample])
-            found[name] = self.arguments[name][start : start + counts[sample]]
+            dim = self.images.dims.get(name, 0)
+            found[name] = self.arguments[name].narrow(dim, sum(counts[:sample]), counts[sample])
         return found
 
     def place(self, name: str, image: int) -> Any:
@@ -87,16 +87,28 @@ def _with_tokens(
         yield _example(model, given, token, [each] * len(OWNERS), BySample(tuple(given)))
         return
     rows = [name for name, value in given.items() if not value.is_floating_point()]
-    grid = next((name for name in rows if len(given["pixel_values"]) == int(given[name].prod(-1).sum())), "")
+    grid, dims = _grid(given, rows)
     for measure in measures(seeing, given):
         weights = measure.weights(given)
         counts = [weight * total / sum(weights) for weight in weights]
         if len(counts) != len(OWNERS) or not all(map(float.is_integer, counts)) or own not in (None, counts):
             continue
         yield _example(
-            model, given, token, [int(one) for one in counts], Images(tuple(given), token, measure, grid)
+            model, given, token, [int(one) for one in counts], Images(tuple(given), token, measure, grid, dims)
         )
         return
+
+
+def _grid(given: Mapping[str, Tensor], rows: Sequence[str]) -> tuple[str, dict[str, int]]:
+    """Return the argument that counts the patches of each image, if any, and where these lie, if not first."""
+    shape = given["pixel_values"].shape
+    for name in rows:
+        patches = int(given[name].prod(-1).sum())
+        if shape[0] == patches:
+            return name, {}
+        if shape[0] == 1 and shape[-1] % patches == 0:
+            return name, {"pixel_values": len(shape) - 1}
+    return "", {}
 
 
 def _example(

@@ -54,7 +54,7 @@ def forms(config: Any, names: Collection[str]) -> Iterator[Arguments]:
     sizes = Sizes.of(config)
     if "pixel_values" not in names:
         return
-    for form in (_grids, _positions, _shapes, _tiles, _sized, _plain, _by_sample):
+    for form in (_grids, _strips, _positions, _shapes, _tiles, _sized, _plain, _by_sample):
         for found in form(sizes, names):
             yield found
             if found["pixel_values"].ndim >= 4 and "pixel_attention_mask" in names:
@@ -84,6 +84,16 @@ def _grids(sizes: Sizes, names: Collection[str]) -> Iterator[Arguments]:
             )
         ):
             yield {"pixel_values": varied(count, *shape), name: grids, **more}
+
+
+def _strips(sizes: Sizes, names: Collection[str]) -> Iterator[Arguments]:
+    """Patches of all images side by side, with the height and width of each image in patches."""
+    if "target_sizes" not in names:
+        return
+    for unit in (4, 8, sizes.merge):
+        grids = torch.tensor([[1, 1], [1, 2], [2, 1]]) * unit
+        width = int(grids.prod(-1).sum()) * sizes.patch
+        yield {"pixel_values": varied(1, sizes.channels, sizes.patch, width), "target_sizes": grids}
 
 
 def _positions(sizes: Sizes, names: Collection[str]) -> Iterator[Arguments]:

@@ -26,7 +26,7 @@ def declared_spec(model: object, kwargs: Mapping[str, Any]) -> Any:
         **dict.fromkeys(whole, rp_batch.Replicate()),
         **dict.fromkeys(main, rp_batch.Split()),
         **{name: rp_batch.Split(dim) for name, dim in dims.items()},
-        **{name: rp_batch.Ragged(tuple(counts)) for name, counts in entries.items()},
+        **{name: rp_batch.Ragged(tuple(counts), dims.get(name, 0)) for name, counts in entries.items()},
     }
     return (None, found) if found else None
 
