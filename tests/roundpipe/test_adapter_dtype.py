@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from roundpipe import (
     AutoRoundPipe,
+    CheckpointWarning,
     RoundPipe,
     RoundPipeRunConfig,
     Runtime,
@@ -162,12 +164,16 @@ def test_saved_adapters_are_the_masters_and_training_goes_on_from_them(
     assert is_async or again == wanted
 
 
-@pytest.mark.parametrize("by", ["the wrapped model", "the user's own", "PEFT"])
+@pytest.mark.parametrize("by", ["the wrapped model", "the user's own", "PEFT", "a model around it"])
 def test_a_state_dict_loads_without_rounding_the_masters(two: Runtime, by: str) -> None:
     model = narrow(adapted(), two)
     wanted = {name: one + 1 / 3 for name, one in trained(adapted()).items()}
 
-    if by == "PEFT":
+    if by == "a model around it":
+        outer = nn.Module()
+        outer.inner = model
+        outer.load_state_dict({f"inner.{name}": one for name, one in {**model.state_dict(), **wanted}.items()})
+    elif by == "PEFT":
         names = {name: name.replace(".default", "") for name in wanted}
         set_peft_model_state_dict(model.named_model, {names[name]: one for name, one in wanted.items()})
     else:
@@ -180,6 +186,61 @@ def test_a_state_dict_loads_without_rounding_the_masters(two: Runtime, by: str) 
     train(model, torch.optim.SGD(model.optim_parameters(), lr=0.0), range(1))
     state = model.state_dict()
     assert all(torch.equal(state[name], one) for name, one in wanted.items())
+
+
+def test_an_adapter_that_peft_loads_again_stays_narrow_and_trains_on(tmp_path: Path, two: Runtime) -> None:
+    model = narrow(adapted(), two)
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.3)
+    train(model, optimizer, range(1))
+    model.save_pretrained(tmp_path)
+    saved = {name: one.clone() for name, one in model.state_dict().items() if "lora_" in name}
+    train(model, optimizer, range(1, 2))
+
+    model.named_model.load_adapter(tmp_path, "default", is_trainable=True)
+
+    state = model.state_dict()
+    assert {one.dtype for one in trained(model.named_model).values()} == {BF16}
+    assert all(torch.equal(state[name], one) for name, one in saved.items())
+    train(model, optimizer, range(2, 3))
+    state = model.state_dict()
+    assert not any(torch.equal(state[name], one) for name, one in saved.items())
+
+
+def test_a_state_dict_of_another_shape_changes_no_master(two: Runtime) -> None:
+    model = narrow(adapted(), two)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    name = next(name for name in before if "lora_A" in name)
+
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.named_model.load_state_dict({name: torch.full((1, 16), 7.0)}, strict=False)
+
+    train(model, torch.optim.SGD(model.optim_parameters(), lr=0.0), range(1))
+    state = model.state_dict()
+    assert all(torch.equal(state[name], one) for name, one in before.items())
+
+
+@pytest.mark.parametrize(
+    "how", [{"modules_to_save": ["lm_head"]}, {"bias": "all"}], ids=["whole modules", "biases"]
+)
+def test_what_is_no_adapter_keeps_the_dtype_of_the_base(two: Runtime, how: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMALL, attention_bias=True)
+    model = narrow(get_peft_model(LlamaForCausalLM(config), LoraConfig(**ATTENTION, **how)), two)
+
+    train(model, torch.optim.SGD(model.optim_parameters(), lr=0.1), range(1))
+
+    dtypes = {name: one.dtype for name, one in trained(model.named_model).items()}
+    assert {dtype for name, dtype in dtypes.items() if "lora_" in name} == {BF16}
+    assert {dtype for name, dtype in dtypes.items() if "lora_" not in name} == {torch.float32}
+
+
+def test_without_the_wrapped_model_a_state_dict_says_that_it_is_rounded(two: Runtime) -> None:
+    own = adapted()
+    narrow(own, two)
+    gc.collect()
+
+    with pytest.warns(CheckpointWarning, match="the wrapped model is gone"):
+        own.state_dict()
 
 
 def test_weights_that_other_code_writes_count_and_not_what_was_before(two: Runtime) -> None:

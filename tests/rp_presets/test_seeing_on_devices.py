@@ -5,11 +5,13 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from comparison import Outcome, differences, without_cache, without_dropout
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from roundpipe import RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
+from rp_presets import to_sequential
 from seeing import NO_IMAGES, NO_ROW, NOT_BUILT, batch_of, seeing_families
 from test_families_on_devices import gradients
 from torch import nn
@@ -120,3 +122,50 @@ def test_positions_of_time_height_and_width_may_be_given():
     expected = trained_plainly(copy.deepcopy(model), batch)
 
     assert differences(trained(model, batch, "cpu:2", 3), expected) == []
+
+
+def test_a_forward_merges_features_of_images_that_some_microbatches_lack():
+    model = without_dropout(FAMILIES["LlavaForConditionalGeneration"].build()).eval()
+    batch = without_cache(model, batch_of(model, RAGGED))
+    wanted = model(**batch)
+
+    with Runtime("cpu:2") as runtime:
+        config = RoundPipeRunConfig(num_microbatch=3)
+        found = wrap_model_to_roundpipe(model, True, runtime=runtime, model_run_config=config)(**batch)
+
+    torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.image_hidden_states, wanted.image_hidden_states, rtol=1e-4, atol=1e-5)
+
+
+def test_generating_with_images_is_refused_in_words():
+    model = without_dropout(FAMILIES["LlavaForConditionalGeneration"].build()).eval()
+    batch = batch_of(model, RAGGED)
+
+    with Runtime("cpu:1") as runtime:
+        wrapped = wrap_model_to_roundpipe(model, True, runtime=runtime)
+        with pytest.raises(
+            NotImplementedError, match="generate with pixel_values does not run on the devices yet"
+        ):
+            wrapped.generate(batch["input_ids"], pixel_values=batch["pixel_values"], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_repeated_prompts_of_a_model_with_positions_of_three_kinds_give_its_tokens(count):
+    model = without_dropout(FAMILIES["Qwen2VLForConditionalGeneration"].build()).eval()
+    ids = torch.randint(4, 70, (1, 6), generator=torch.Generator().manual_seed(0)).expand(count, -1)
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    wanted = model.generate(ids, **how)
+
+    with Runtime("cpu:1") as runtime:
+        found = wrap_model_to_roundpipe(model, True, runtime=runtime).eval().generate(ids, **how)
+
+    assert torch.equal(found, wanted)
+
+
+def test_dropout_in_a_tower_is_no_reason_to_refuse_images():
+    model = FAMILIES["LlavaForConditionalGeneration"].build()
+    for module in model.modules():
+        if hasattr(module, "is_causal") and hasattr(module, "dropout"):
+            module.dropout = 0.1
+
+    assert to_sequential(model).refuses_images == ""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from roundpipe import Runtime, wrap_model_to_roundpipe
 from rp_trainer import OnDevices, RoundPipeMixin
 from test_trl import PAIRS, SETTINGS
 from tiny import ARGUMENTS, causal_lm, tokenizer
@@ -109,3 +110,27 @@ def test_the_model_that_is_to_be_copied_instead_can_be(trainer: Any) -> None:
 
     assert torch.equal(made.get_parameter(WEIGHT), held.get_parameter(WEIGHT))
     assert made.get_parameter(WEIGHT) is not held.get_parameter(WEIGHT)
+
+
+@pytest.mark.slow
+def test_calls_without_gradients_leave_the_callers_generator_and_drop_differently_each_time():
+    with Runtime("cpu:1") as runtime:
+        model = OnDevices(
+            wrap_model_to_roundpipe(causal_lm(attention_dropout=0.5).train(), runtime=runtime)
+        ).train()
+        ids = torch.randint(0, 20, (2, 5), generator=torch.Generator().manual_seed(0))
+        rounds = []
+        for _ in range(2):
+            torch.manual_seed(7)
+            before = torch.get_rng_state()
+            with torch.no_grad():
+                rounds.append([model(input_ids=ids).logits.clone() for _ in range(3)])
+            assert torch.equal(torch.get_rng_state(), before)
+            torch.manual_seed(8)
+            with torch.no_grad():
+                model(input_ids=ids)
+
+    first, second, third = rounds[0]
+    assert not torch.equal(first, second)
+    assert not torch.equal(second, third)
+    assert all(map(torch.equal, *rounds))

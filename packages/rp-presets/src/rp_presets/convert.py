@@ -77,11 +77,12 @@ class Row(nn.Sequential):
     def sample_dimensions(self, arguments: Mapping[str, Any]) -> Mapping[str, int]:
         """Return which dimension is the batch, by name of the arguments of a call in which it is not the first."""
         found = {name: dim for name, dim in self._images.dims.items() if isinstance(arguments.get(name), Tensor)}
-        positions, ids = arguments.get("position_ids"), arguments.get("input_ids")
-        if not isinstance(positions, Tensor) or not isinstance(ids, Tensor):
+        positions = arguments.get("position_ids")
+        main = next((one for name in self.main_arguments if isinstance(one := arguments.get(name), Tensor)), None)
+        if not isinstance(positions, Tensor) or main is None:
             return found
         # Time, height and width of each token, as of M-RoPE.
-        has_kinds = positions.ndim == 3 and positions.shape[1] == len(ids)
+        has_kinds = positions.ndim == 3 and positions.shape[1] == len(main)
         return {**found, "position_ids": 1} if has_kinds else found
 
     def __getitem__(self, idx: slice | int) -> Any:
@@ -163,11 +164,11 @@ def _with_images(
             try:
                 both, seen_both = _layout(model, own, [inputs, example.arguments], hooks)
                 prove_belonging(model, both, example)
-            except UnsupportedModel as error:
+            except Exception as error:  # the model's own code raises anything
                 reasons.append(str(error))
             else:
                 return both, seen_both, example.images
-    except UnsupportedModel as error:
+    except Exception as error:  # the model's own code raises anything
         reasons.append(str(error))
     return layout, seen, Unseen("; ".join(dict.fromkeys(reasons)))
 

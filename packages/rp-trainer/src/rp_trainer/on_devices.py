@@ -40,14 +40,14 @@ class OnDevices(nn.Module):
         vars(self)["_autocast_dtype"] = autocast_dtype
         vars(self)["_adapters"] = _Flags(engine.named_model)
         vars(self)["_only_loss"] = False
+        vars(self)["_undrawn"] = _Undrawn()
         self.training = engine.named_model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on the devices; its outputs are on the host."""
         if torch.is_grad_enabled():
             self.note_gradients()
-        # A call without gradients draws no seed from the caller's generator, as the model itself would not.
-        with _undrawn(), self.autocast(), self._adapters.as_trained():
+        with self._undrawn(), self.autocast(), self._adapters.as_trained():
             outputs = self._call(args, kwargs)
         # Accelerate does the same for a model that it runs under autocast.
         return outputs if self._autocast_dtype is None else convert_to_fp32(outputs)  # pyright: ignore[reportUnknownVariableType]
@@ -237,11 +237,28 @@ class OnDevices(nn.Module):
         return getattr(self.engine, name)
 
 
-def _undrawn() -> AbstractContextManager[object]:
-    """Restore the CPU generator after a call without gradients."""
-    if torch.is_grad_enabled():
-        return nullcontext()
-    return torch.random.fork_rng(devices=[])  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+class _Undrawn:
+    """Leaves the caller's generator as it is in calls without gradients, since the model itself draws nothing.
+
+    Where it has dropout, calls that follow each other draw differently nevertheless, and so again after a resume.
+    """
+
+    def __init__(self) -> None:
+        self._state = torch.empty(0)
+        self._calls = 0
+
+    @contextmanager
+    def __call__(self) -> Generator[None]:
+        if torch.is_grad_enabled():
+            yield
+            return
+        with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+            state = torch.get_rng_state()
+            self._calls = self._calls + 1 if torch.equal(state, self._state) else 0
+            self._state = state
+            if self._calls:
+                torch.manual_seed(int(torch.randint(2**62, ())) + self._calls)  # pyright: ignore[reportUnknownMemberType]
+            yield
 
 
 class _Flags:

@@ -104,7 +104,7 @@ def _refuse_itself(name: str, value: object, parameter: nn.Parameter) -> None:
 class Nothing:
     """What a copy of a hook is."""
 
-    def __call__(self, *_: object) -> None: ...
+    def __call__(self, *_: object, **__: object) -> None: ...
 
 
 def publish_first(module: nn.Module, publisher: Publisher) -> None:

@@ -41,7 +41,7 @@ class Images:
 
         Raises `ValueError` where placeholders and images disagree, with the sample.
         """
-        given = {name: arguments[name] for name in self.names if isinstance(arguments.get(name), Tensor)}
+        given = _given(arguments, self.names)
         _refuse_others(arguments, self.names)
         if not given:
             return {}
@@ -90,10 +90,10 @@ class BySample:
 
     def entries(self, arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """See `Images.entries`."""
-        given = [name for name in self.names if isinstance(arguments.get(name), Tensor)]
+        given = _given(arguments, self.names)
         if self.names:
             _refuse_others(arguments, self.names)
-        return {name: (1,) * len(arguments[name]) for name in given}
+        return {name: (1,) * len(value) for name, value in given.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Unseen:
     def entries(self, arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Raise `UnsupportedModel` if there are images; see `Images.entries`."""
         for name, value in arguments.items():
-            if name.startswith("pixel_values") and isinstance(value, Tensor):
+            if name.startswith("pixel_values") and value is not None:
                 raise UnsupportedModel(
                     f"{name} cannot be given: the model is a row of layers for tokens alone. With images: "
                     f"{self.reason}. Observe it with arguments like these, wrap_model_to_roundpipe(model, "
@@ -115,10 +115,19 @@ class Unseen:
         return {}
 
 
+def _given(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]:
+    """Return those arguments that are given. Raises `ValueError` for one that is no tensor, such as a list."""
+    given = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be one tensor, but is a {type(value).__name__}; concatenate it")
+    return given
+
+
 def _refuse_others(arguments: Mapping[str, Any], names: Collection[str]) -> None:
     """Raise `UnsupportedModel` for pixels of which it is unknown how they belong to samples, such as of videos."""
     others = (name for name in arguments if name.startswith("pixel_values") and name not in names)
-    if (name := next((name for name in others if isinstance(arguments[name], Tensor)), None)) is not None:
+    if (name := next((name for name in others if arguments[name] is not None), None)) is not None:
         raise UnsupportedModel(
             f"{name} cannot be given: the row knows only how {', '.join(names)} belong to samples; observe it "
             "with arguments like these, wrap_model_to_roundpipe(model, example_inputs=...), or wrap it with "

@@ -22,7 +22,15 @@ def prove_belonging(model: nn.Module, layout: RowLayout, example: Example) -> No
 
     And unless a sample with images gives the layers the same by itself as among others.
     """
-    prologue = Prologue(model, layout)
+    # Without dropout, which draws other numbers for a sample by itself.
+    model.eval()
+    try:
+        _prove(Prologue(model, layout), example)
+    finally:
+        model.train()
+
+
+def _prove(prologue: Prologue, example: Example) -> None:
     samples = len(example.arguments["input_ids"])
     before = _given_to_layers(prologue, example.arguments, samples)
     for image, owner in enumerate(OWNERS):

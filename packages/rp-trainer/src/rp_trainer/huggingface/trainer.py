@@ -313,7 +313,9 @@ class RoundPipeMixin(TimedPhases, _Base):
         So with asynchronous steps, too, what the trainer takes for the generating policy's log-probabilities are.
         """
         self._settle()
-        self._phases.generated_at(self.state.global_step)
+        if self.model is not None and self.model.training:
+            # Texts of an evaluation are not learned.
+            self._phases.generated_at(self.state.global_step)
         return super()._generate(*args, **kwargs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import rp_batch
@@ -116,15 +117,27 @@ class FewerRows:
         return [kwargs[name] for name in self._row.main_arguments if kwargs.get(name) is not None]
 
     def _tensors(self, kwargs: Mapping[str, Any]) -> list[Tensor]:
-        with_batch = {name: value for name, value in kwargs.items() if name not in self._row.whole_arguments}
-        return [leaf for leaf in rp_batch.flatten(with_batch)[0] if isinstance(leaf, Tensor)]
+        """The tensors of a call that have samples, with these first."""
+        dims = self._row.sample_dimensions(kwargs)
+        return [
+            leaf.movedim(dims.get(name, 0), 0)
+            for name, value in kwargs.items()
+            if name not in self._row.whole_arguments
+            for leaf in rp_batch.flatten(value)[0]
+            if isinstance(leaf, Tensor)
+        ]
 
     def _with_rows(self, kwargs: Mapping[str, Any], rows: Tensor, num_rows: int) -> dict[str, Any]:
-        def chosen(leaf: Any) -> Any:
-            return leaf[rows.to(leaf.device)] if isinstance(leaf, Tensor) and len(leaf) == num_rows else leaf
+        dims = self._row.sample_dimensions(kwargs)
+
+        def chosen(leaf: Any, dim: int) -> Any:
+            has_rows = isinstance(leaf, Tensor) and leaf.shape[dim] == num_rows
+            return leaf.index_select(dim, rows.to(leaf.device)) if has_rows else leaf
 
         return {
-            name: value if name in self._row.whole_arguments else rp_batch.map_leaves(chosen, value)
+            name: value
+            if name in self._row.whole_arguments
+            else rp_batch.map_leaves(partial(chosen, dim=dims.get(name, 0)), value)
             for name, value in kwargs.items()
         }
 

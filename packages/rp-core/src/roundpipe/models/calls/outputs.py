@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import rp_batch
 import torch
@@ -39,4 +39,21 @@ def merged(outputs: Sequence[Any], parts: rp_batch.Parts[Any], config: RoundPipe
     """Return the outputs of the batch, given those of its microbatches, or these if they stay apart."""
     if config.merge_output is False:
         return outputs
-    return placed(rp_batch.merge(outputs, config.merge_output, sizes=parts.sizes), config)
+    if config.merge_output is not None:
+        return placed(rp_batch.merge(outputs, config.merge_output, sizes=parts.sizes), config)
+    return placed(of_batch(outputs, parts), config)
+
+
+def of_batch(outputs: Sequence[Any], parts: rp_batch.Parts[Any]) -> Any:
+    """Merge outputs by default rules. A field that some lack is that of the others.
+
+    So are features of images, where a microbatch has no image.
+    """
+    fields = [set(cast("Mapping[str, Any]", one)) if isinstance(one, Mapping) else set[str]() for one in outputs]
+    lacking = set[str]().union(*fields) - fields[0].intersection(*fields)
+    if not lacking:
+        return rp_batch.merge(outputs, sizes=parts.sizes)
+    common = [type(one)(**{name: one[name] for name in one if name not in lacking}) for one in outputs]
+    others = {name: rp_batch.merge([one[name] for one in outputs if name in one]) for name in sorted(lacking)}
+    whole = rp_batch.merge(common, sizes=parts.sizes)
+    return type(whole)(**whole, **others)

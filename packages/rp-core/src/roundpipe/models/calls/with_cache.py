@@ -10,6 +10,7 @@ import torch
 from rp_engine import RoundPipeRunConfig
 
 from roundpipe.models.calls.microbatching import declared_spec
+from roundpipe.models.calls.outputs import of_batch
 
 
 class Row(Protocol):
@@ -23,6 +24,10 @@ class Row(Protocol):
     main_arguments: Sequence[str]
     whole_arguments: Collection[str]
     training: bool
+
+    def sample_dimensions(self, arguments: Mapping[str, Any]) -> Mapping[str, int]:
+        """Return which dimension is the batch, by name of the arguments in which it is not the first."""
+        ...
 
     def cache_in_parts(self, cache: Any, sizes: Sequence[int]) -> list[Any]:
         """Return a cache for each microbatch; the cache stands for all of them from then on."""
@@ -119,7 +124,7 @@ class WithCaches:
         """Return the output of the batch, with the caches that the call was given."""
         given = {id(part[1][name]): cache for name, cache in self._caches(kwargs).items() for part in parts}
         whole = [rp_batch.map_leaves(lambda leaf: given.get(id(leaf), leaf), output) for output in outputs]
-        return rp_batch.merge(whole, sizes=parts.sizes)
+        return of_batch(whole, parts)
 
     def _caches(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return {name: kwargs[name] for name in self._row.cache_arguments if kwargs.get(name) is not None}

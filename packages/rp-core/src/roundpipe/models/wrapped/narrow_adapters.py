@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Mapping
+from collections.abc import Container, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
+from rp_checkpoint.errors import CheckpointWarning
 from rp_engine import Runtime, WholeModel
+from rp_engine.user_warnings import warn_user
 from rp_engine.wrapping import unrounded
 from torch import nn
 
@@ -72,8 +74,17 @@ class NarrowAdapters:
         self._first = {}
         model: Any = wrapped.named_model
         model.register_state_dict_post_hook(_Widen(wrapped, self))
-        model.register_load_state_dict_pre_hook(_Loading(wrapped, self))
-        model.register_load_state_dict_post_hook(_Loaded(wrapped, self))
+        # The wrapped model's are for a module that holds it, which loads past the user's own model.
+        whole: Any = wrapped
+        for one in (model, whole):
+            handle = one.register_load_state_dict_pre_hook(_Loading(wrapped, self))
+            # Before names are changed to those in the row.
+            one._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)
+            one.register_load_state_dict_post_hook(_Loaded(wrapped, self))
+        # PEFT makes adapters fp32 again after it has loaded values into them.
+        tuner = getattr(model, "base_model", None)
+        if hasattr(tuner, "_cast_adapter_dtype"):
+            vars(tuner)["_cast_adapter_dtype"] = Nothing()
 
     def names_in(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:
         """Return the dtype of each narrow parameter's own values by its name among `tensors`."""
@@ -102,10 +113,12 @@ class NarrowAdapters:
         finally:
             self.is_deferring, self._loaded = False, {}
 
-    def note_loading(self, wrapped: Wrapped, state: Mapping[str, Any]) -> None:
+    def note_loading(self, wrapped: Wrapped, state: Mapping[str, Any], prefix: str) -> None:
         """Note the values of a state dict, of which the parameters are about to get the rounded ones."""
-        named = wrapped.named_model.named_parameters(remove_duplicate=False)
-        self._loaded = {one: state[name] for name, one in named if one in self._dtypes and name in state}
+        named = wrapped.named_model.named_parameters(prefix.removesuffix("."), remove_duplicate=False)
+        found = {one: state[name] for name, one in named if one in self._dtypes and name in state}
+        # Those of another shape are not loaded, either.
+        self._loaded = {one: value for one, value in found.items() if getattr(value, "shape", None) == one.shape}
 
     def end_loading(self, wrapped: Wrapped) -> None:
         """Let the masters have the values of the state dict. The caller holds the launch lock."""
@@ -149,17 +162,25 @@ class _Widen(_Hook):
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
         wrapped = self._wrapped()
-        if wrapped is not None and not is_as_it_is():
+        if is_as_it_is():
+            return
+        if wrapped is None:
+            warn_user(
+                "the wrapped model is gone, and with it what adapter_dtype has rounded away: this state dict has "
+                "the rounded adapters; save them while there is the wrapped model",
+                CheckpointWarning,
+            )
+        else:
             self._narrow.widen(wrapped, module, state, prefix)
 
 
 class _Loading(_Hook):
     """Before ``load_state_dict``, also that of PEFT's `load_adapter`."""
 
-    def __call__(self, _: nn.Module, state: Mapping[str, Any], *__: object) -> None:
+    def __call__(self, _: nn.Module, state: Mapping[str, Any], prefix: str, *__: object) -> None:
         wrapped = self._wrapped()
         if wrapped is not None and not wrapped.runtime.closed:
-            self._narrow.note_loading(wrapped, state)
+            self._narrow.note_loading(wrapped, state, prefix)
 
 
 class _Loaded(_Hook):
@@ -175,13 +196,21 @@ class _Loaded(_Hook):
 def _wider(model: nn.Module, dtype: torch.dtype) -> dict[torch.Tensor, torch.Tensor]:
     if dtype not in _NARROW:
         raise TypeError(f"adapter_dtype must be torch.bfloat16, torch.float16 or torch.float32, but is {dtype!r}")
-    if not isinstance(getattr(model, "peft_config", None), Mapping):
+    adapters = cast("Mapping[str, object] | None", getattr(model, "peft_config", None))
+    if not isinstance(adapters, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - of models that are none of PEFT's
         raise ValueError(
             f"adapter_dtype is for a model with adapters of PEFT, but the {type(model).__name__} has none; add "
             "them before wrapping, or leave it out"
         )
     return {
         parameter: parameter.data
-        for parameter in model.parameters()
+        for name, parameter in model.named_parameters()
         if parameter.requires_grad and parameter.is_floating_point() and parameter.itemsize > dtype.itemsize
+        if _is_of_adapter(name, adapters)
     }
+
+
+def _is_of_adapter(name: str, adapters: Container[str]) -> bool:
+    # Not biases of the base, nor modules that are trained whole: these compute with the base, in its dtype.
+    parts = name.split(".")
+    return "modules_to_save" not in parts and any(part in adapters for part in parts)
