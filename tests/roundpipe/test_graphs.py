@@ -32,6 +32,12 @@ PLANS = {
 }
 
 
+# For what takes long, and says nothing new on one device or on four.
+on_few_devices = pytest.mark.parametrize(
+    "devices", ["cpu:2", pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True
+)
+
+
 class Residual(nn.Module):
     """Some operations, one of them in place."""
 
@@ -176,6 +182,7 @@ def test_replays_have_the_bits_of_runs_by_python(
     assert {layer for span in replays for layer in span} >= set(range(LAYERS - 1))
 
 
+@on_few_devices
 @pytest.mark.parametrize("plan", PLANS)
 def test_evaluations_between_steps_have_graphs_of_their_own(graphs_runtime: Runtime, plan: str) -> None:
     def run(launch: str) -> list[torch.Tensor]:
@@ -189,6 +196,7 @@ def test_evaluations_between_steps_have_graphs_of_their_own(graphs_runtime: Runt
     assert_same(run("graphs"), run("eager"))
 
 
+@on_few_devices
 def test_what_passes_a_layer_by_is_passed_on(runtime: Runtime, replays: list[range]) -> None:
     layers = row(*(WithMask() for _ in range(LAYERS - 1)))
     for plan in PLANS.values():
@@ -197,6 +205,7 @@ def test_what_passes_a_layer_by_is_passed_on(runtime: Runtime, replays: list[ran
     assert len(replays) > 20
 
 
+@on_few_devices
 def test_several_shapes_have_graphs_each(runtime: Runtime, replays: list[range]) -> None:
     def rows(step: int) -> int:
         return MICROBATCHES * (1 + step % 2)

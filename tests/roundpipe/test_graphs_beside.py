@@ -20,6 +20,7 @@ from test_graphs import (
     Residual,
     assert_same,
     num_measured,
+    on_few_devices,
     replays,
     row,
     summed_loss,
@@ -216,6 +217,7 @@ def test_parts_of_a_model_taken_apart_have_graphs_too(replays: list[range]) -> N
     assert replays
 
 
+@on_few_devices
 def test_models_that_share_devices_have_graphs_of_their_own(runtime: Runtime, replays: list[range]) -> None:
     def run(launch: str) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -662,11 +662,13 @@ def test_what_is_no_row_is_refused_with_its_reason(kind, reason):
 class ScaledBetweenMany(ScaledBetween):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(20))
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
 
 
-def test_a_model_that_computes_between_many_layers_is_refused():
-    with pytest.raises(UnsupportedModel, match="computes between its layers: before layer 13, mul reads"):
+def test_a_model_that_computes_between_many_layers_is_refused(monkeypatch):
+    monkeypatch.setattr("rp_presets.convert._MOST_CUTS", 3)
+
+    with pytest.raises(UnsupportedModel, match="computes between its layers: before layer 4, mul reads"):
         convert(made(ScaledBetweenMany))
 
 
