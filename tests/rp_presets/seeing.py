@@ -172,7 +172,7 @@ def example_of(model: nn.Module) -> Example:
         for example in examples(model):
             try:
                 model(**example.arguments)
-            except (RuntimeError, ValueError, IndexError, TypeError):
+            except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
                 continue
             return example
     raise ValueError(f"{type(model).__name__} takes no images")
