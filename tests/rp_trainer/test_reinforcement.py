@@ -246,6 +246,15 @@ def test_they_say_how_old_the_text_is_and_compare_with_the_weights_that_have_gen
     assert later[2]["loss"] == pytest.approx(now[1]["loss"], abs=1e-5)
 
 
+@pytest.mark.slow
+def test_texts_of_an_evaluation_are_not_those_that_are_learned(tmp_path, options):
+    settings = {"num_iterations": 3, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1}
+
+    found = logs(trained("grpo", tmp_path, settings, (RoundPipeMixin,), roundpipe=options), ("loss", "staleness"))
+
+    assert [line["staleness"] for line in found if "staleness" in line] == [0.0, 1.0, 2.0]
+
+
 def test_each_line_of_the_log_says_how_long_phases_took(tmp_path, options, caplog):
     caplog.set_level("INFO", "rp_trainer")
     found = trained("grpo", tmp_path, {"max_steps": 2, "num_iterations": 2}, (RoundPipeMixin,), roundpipe=options)

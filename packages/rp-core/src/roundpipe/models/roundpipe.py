@@ -202,7 +202,6 @@ class RoundPipe(RoundPipeBase):
 
     def _generate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run `generate` of the user's own model on the devices, with the results of all steps so far."""
-        _refuse_pixels(kwargs)
         self.synchronize()
         device = self._engine.state_device
         given = given_config("roundpipe_run_config", kwargs.pop("roundpipe_run_config", None))
@@ -383,15 +382,6 @@ class RoundPipe(RoundPipeBase):
             )
         check_outputs(config)
         return self._engine.forward(parts, arrivals, config, wants_grad=wants_grad)
-
-
-def _refuse_pixels(kwargs: Mapping[str, Any]) -> None:
-    for name, value in kwargs.items():
-        if name.startswith("pixel_values") and value is not None:
-            raise NotImplementedError(
-                f"generate with {name} does not run on the devices yet: its loop runs the towers by itself; call "
-                "generate of the user's own model after synchronize(), which runs it on the host"
-            )
 
 
 def _check_model(model: nn.Module) -> None:

@@ -30,9 +30,10 @@ def generated(
     `device`: where the loop's own work is done, such as sampling. `row`: what forward runs. `num_microbatches`: of
     its calls, with the beams of a sample together. `make_room`: see `FewerRows`.
 
-    Raises `ValueError` for a model that makes a cache in forward, and for a PEFT model that learns prompts, whose
-    `generate` does more than its inner model's.
+    Raises `NotImplementedError` for images; `ValueError` for a model that makes a cache in forward, and for a PEFT
+    model that learns prompts, whose `generate` does more than its inner model's.
     """
+    _refuse_pixels(kwargs)
     moved = rp_batch.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, kwargs)
     given = rp_batch.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, args)
     inner = _inner(model)
@@ -44,6 +45,15 @@ def generated(
     found = _with_forward(inner, own, device, note).generate(*given, **moved)
     home = _device_of((args, kwargs))
     return rp_batch.map_leaves(lambda leaf: leaf.to(home) if isinstance(leaf, torch.Tensor) else leaf, found)
+
+
+def _refuse_pixels(kwargs: Mapping[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if name.startswith("pixel_values") and value is not None:
+            raise NotImplementedError(
+                f"generate with {name} does not run on the devices yet: its loop runs the towers by itself; call "
+                "generate of the user's own model after synchronize(), which runs it on the host"
+            )
 
 
 # What the loop is given for itself, and hands to forward, too, which has no use for it.
