@@ -8,7 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rp_trainer.finetuning.files import METRICS, REPORT, writing
+from rp_trainer.errors import Unwritable
+from rp_trainer.finetuning.files import METRICS, OPTIONS, REPORT, writing
 from rp_trainer.finetuning.reports import StepFigures
 
 from rp_cli.telling.charts import Line, Point, chart
@@ -31,7 +32,7 @@ class Page:
     """Writes the page when the training ends, however it ends. Its numbers are those of ``metrics.jsonl``.
 
     Args:
-        output: the run's folder.
+        output: the run's folder, which has its ``options.json``.
         options: of the run.
         plan: as it was told.
         timeline: the plan, drawn as SVG.
@@ -39,6 +40,7 @@ class Page:
 
     def __init__(self, output: Path, options: Mapping[str, Any], *, plan: str, timeline: str) -> None:
         self._output, self._options, self._plan, self._timeline = output, options, plan, timeline
+        self._mark = _written_options(output)
 
     def step(self, figures: StepFigures) -> None:
         """Note nothing: the metrics have it."""
@@ -54,12 +56,19 @@ class Page:
         self._output = folder
 
     def close(self) -> None:
-        """Write the page. Raises `Unwritable`."""
+        """Write the page. Raises `Unwritable`, also if the folder is another run's by now."""
         with writing(f"--output {self._output / REPORT}"):
             if self._output.is_dir():
+                if _written_options(self._output) != self._mark:
+                    raise Unwritable(f"--output {self._output} is another folder now: no {REPORT} is written there")
                 rows = list(_rows(self._output / METRICS))
                 text = page(rows, self._options, plan=self._plan, timeline=self._timeline)
                 (self._output / REPORT).write_text(text, encoding="utf-8")
+
+
+def _written_options(folder: Path) -> bytes | None:
+    file = folder / OPTIONS
+    return file.read_bytes() if file.is_file() else None
 
 
 def _rows(file: Path) -> Sequence[Row]:

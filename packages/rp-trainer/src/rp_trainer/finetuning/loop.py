@@ -91,7 +91,13 @@ class _Loop:
         self._held_out: dict[int, float] = {}
 
     def run(self, done: int) -> Outcome:
-        """Train the remaining steps, and finish."""
+        """Train the remaining steps, and finish; reports end where the results are."""
+        try:
+            return self._finished(done)
+        finally:
+            self._follow()
+
+    def _finished(self, done: int) -> Outcome:
         steps = self._settings.steps
         if self._training.owes_evaluation:
             loss = self._evaluate(done)
@@ -103,7 +109,7 @@ class _Loop:
             self._evaluate(done)
         if self._is_over(done):
             self._tell_of_the_end(done)
-        self._kept.moved()
+        self._follow()
         if self._interruption.is_asked():
             raise Interrupted(self._stopped(done), self._interruption.number) from unwritten
         unwritten = self._kept.finish(done) or unwritten
@@ -153,13 +159,16 @@ class _Loop:
 
     def _step(self, step: int) -> None:
         figures, is_finite = self._training.step(step)
-        if (folder := self._kept.moved()) is not None:
-            self._reports.follow(folder)
+        self._follow()
         self._reports.step(figures)
         if not is_finite and not self._training.has_labels(step):
             raise Refused(f"no label of step {step} counts, so it has no loss; leave such batches out")
         if not is_finite:
             raise self._diverged(f"the loss must stay finite, but is {figures.loss} at step {step}", step - 1)
+
+    def _follow(self) -> None:
+        if (folder := self._kept.moved()) is not None:
+            self._reports.follow(folder)
 
     def _is_over(self, step: int) -> bool:
         """Return whether the training ends early, since the held-out loss does not fall any more."""
