@@ -164,22 +164,25 @@ def test_saved_adapters_are_the_masters_and_training_goes_on_from_them(
     assert is_async or again == wanted
 
 
+@pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("by", ["the wrapped model", "the user's own", "PEFT", "a model around it"])
-def test_a_state_dict_loads_without_rounding_the_masters(two: Runtime, by: str) -> None:
+def test_a_state_dict_loads_without_rounding_the_masters(two: Runtime, by: str, assign: bool) -> None:
     model = narrow(adapted(), two)
     wanted = {name: one + 1 / 3 for name, one in trained(adapted()).items()}
 
     if by == "a model around it":
         outer = nn.Module()
         outer.inner = model
-        outer.load_state_dict({f"inner.{name}": one for name, one in {**model.state_dict(), **wanted}.items()})
+        state = {f"inner.{name}": one for name, one in {**model.state_dict(), **wanted}.items()}
+        outer.load_state_dict(state, assign=assign)
     elif by == "PEFT":
         names = {name: name.replace(".default", "") for name in wanted}
         set_peft_model_state_dict(model.named_model, {names[name]: one for name, one in wanted.items()})
     else:
         loads = model if by == "the wrapped model" else model.named_model
-        loads.load_state_dict({**model.state_dict(), **wanted})
+        loads.load_state_dict({**model.state_dict(), **wanted}, assign=assign)
 
+    assert {one.dtype for one in trained(model.named_model).values()} == {BF16}
     state = model.state_dict()
     assert all(torch.equal(state[name], one) for name, one in wanted.items())
     # A call finds nothing that it would take over from the rounded weights.
@@ -204,6 +207,44 @@ def test_an_adapter_that_peft_loads_again_stays_narrow_and_trains_on(tmp_path: P
     train(model, optimizer, range(2, 3))
     state = model.state_dict()
     assert not any(torch.equal(state[name], one) for name, one in saved.items())
+
+
+@pytest.mark.parametrize("preset", [None, False], ids=["a row", "taken apart"])
+def test_adapters_that_are_switched_to_after_wrapping_are_narrow_and_keep_their_values(
+    two: Runtime, preset: bool | None
+) -> None:
+    own = adapted()
+    own.add_adapter("frozen", KINDS["LoRA"])
+    model = narrow(own, two, use_sequential_preset=preset, lower_threshold=1000)
+    own.add_adapter("later", KINDS["LoRA"])
+    first = {name: one.clone() for name, one in model.state_dict().items() if "lora_" in name}
+
+    for adapter in ("default", "frozen", "later", "default"):
+        own.set_adapter(adapter)
+        rate = 0.0 if adapter == "default" else 0.3
+        train(model, torch.optim.SGD(model.optim_parameters(), lr=rate), range(2))
+
+    assert {one.dtype for name, one in own.named_parameters() if "lora_" in name} == {BF16}
+    state = model.state_dict()
+    assert {state[name].dtype for name in first} == {torch.float32}
+    kept = {name for name, one in first.items() if torch.equal(state[name], one)}
+    assert kept == {name for name in first if ".default." in name}
+    moved = [state[name] for name in first if name not in kept]
+    assert not any(torch.equal(one, one.to(BF16).float()) for one in moved)
+
+
+def test_adapters_are_not_switched_while_there_are_gradients(two: Runtime) -> None:
+    own = adapted()
+    own.add_adapter("other", KINDS["LoRA"])
+    model = narrow(own, two)
+    model(**batch(0)).loss.backward()
+    own.set_adapter("other")
+
+    with pytest.raises(RuntimeError, match=r"lora_A\.other.*call zero_grad"):
+        model(**batch(0))
+
+    model.zero_grad()
+    model(**batch(0)).loss.backward()
 
 
 def test_a_state_dict_of_another_shape_changes_no_master(two: Runtime) -> None:

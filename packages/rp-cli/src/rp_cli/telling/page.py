@@ -60,7 +60,9 @@ class Page:
         with writing(f"--output {self._output / REPORT}"):
             if self._output.is_dir():
                 if _written_options(self._output) != self._mark:
-                    raise Unwritable(f"--output {self._output} is another folder now: no {REPORT} is written there")
+                    raise Unwritable(
+                        f"--output {self._output} is another folder now: no {REPORT} is written there"
+                    )
                 rows = list(_rows(self._output / METRICS))
                 text = page(rows, self._options, plan=self._plan, timeline=self._timeline)
                 (self._output / REPORT).write_text(text, encoding="utf-8")

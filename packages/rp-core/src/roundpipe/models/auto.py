@@ -110,6 +110,7 @@ class AutoRoundPipe(RoundPipeBase):
         for part in self.parts.values():
             if isinstance(part, Part):
                 refuse_hooked(part.members)
+        self._narrow.follow(self)
         self._resident.enter_call((args, kwargs))
         with self._resident.telling(), outer_batch(args, kwargs):
             return self.model(*args, **_without_cache(self.model, args, kwargs))

@@ -194,6 +194,8 @@ class RoundPipeBase(StandIn):
         Raises `RoundPipeError` if the user's model got parameters after it was wrapped that no layer uses.
         """
         self._refuse_added()
+        if not doing_optimizer():
+            self._narrow.follow(self)
         masters = self._whole.masters()
         self._warn_of_16_bits(masters.values())
         for name, parameter in self._named.named_parameters(prefix, remove_duplicate=remove_duplicate):
@@ -298,6 +300,7 @@ class RoundPipeBase(StandIn):
             before = self._named_tensors()
             incompatible = self._named.load_state_dict(renamed(state_dict, self._named), strict, assign)
             if assign:
+                self._narrow.round_assigned(self)
                 self._whole.restoring.replaced(self._keep_tied(before))
             self._whole.restoring.take_over()
             return incompatible

@@ -369,6 +369,7 @@ class RoundPipe(RoundPipeBase):
 
     def _refuse_call(self, kwargs: Mapping[str, Any]) -> None:
         self._refuse_added()
+        self._narrow.follow(self)
         self._follow_mode()
         for name in kwargs.keys() & self._refused.keys():
             if kwargs[name] is not None:

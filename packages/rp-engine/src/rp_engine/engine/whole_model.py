@@ -73,6 +73,15 @@ class WholeModel:
         """Whether optimizers step during training calls."""
         return any(state.options.steps_in_backward for state in self.states())
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients that no step has taken, of calls or put into ``.grad`` by others."""
+        return any(
+            host.gradients.additions
+            or any(tensor.grad is not None for block in host.state.trainable for tensor in block.tensors)
+            for host in self.hosts
+        )
+
     def step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
         """Run a step function on the gradients of all calls so far. `is_async`: return before it has ended."""
         if self.steps_in_backward:

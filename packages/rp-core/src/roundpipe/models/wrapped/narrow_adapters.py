@@ -47,13 +47,20 @@ class NarrowAdapters:
 
         Raises `ValueError` or `TypeError` for an invalid dtype.
         """
-        self._first: dict[torch.Tensor, torch.Tensor] = {} if dtype is None else _wider(model, dtype)
+        self._dtype = dtype
         # Whether who loads a state dict ends the loading.
         self.is_deferring = False
-        # Of the state dict that is being loaded.
-        self._loaded: dict[torch.Tensor, torch.Tensor] = {}
-        self._dtypes = {parameter: value.dtype for parameter, value in self._first.items()}
-        for parameter, value in self._first.items():
+        # Of the state dict that is being loaded: the parameter of each name, and its value there.
+        self._loaded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._dtypes: dict[torch.Tensor, torch.dtype] = {}
+        self._first: dict[torch.Tensor, torch.Tensor] = {}
+        if dtype is not None:
+            self._first = {parameter: parameter.data for parameter in _wider(model, dtype).values()}
+            self._round(self._first, dtype)
+
+    def _round(self, values: Mapping[torch.Tensor, torch.Tensor], dtype: torch.dtype) -> None:
+        for parameter, value in values.items():
+            self._dtypes[parameter] = value.dtype
             parameter.data = value.to(dtype)
 
     def undo(self) -> None:
@@ -62,15 +69,14 @@ class NarrowAdapters:
             parameter.data = value
 
     def master_dtype(self, given: torch.dtype | None) -> torch.dtype | None:
-        """Return the dtype of masters: what was `given`, else fp32 if there are narrow parameters."""
-        return torch.float32 if given is None and self._dtypes else given
+        """Return the dtype of masters: what was `given`, else fp32 if adapters are or may become narrow."""
+        return given if self._dtype is None or given is not None else torch.float32
 
     def begin(self, wrapped: Wrapped) -> None:
         """Let the masters start from the first values, and state dicts have the masters' values."""
-        if not self._dtypes:
+        if self._dtype is None:
             return
-        with wrapped.runtime.launching():
-            wrapped.whole.restoring.set_masters(self._first)
+        self._start_masters(wrapped, self._first)
         self._first = {}
         model: Any = wrapped.named_model
         model.register_state_dict_post_hook(_Widen(wrapped, self))
@@ -84,7 +90,33 @@ class NarrowAdapters:
         # PEFT makes adapters fp32 again after it has loaded values into them.
         tuner = getattr(model, "base_model", None)
         if hasattr(tuner, "_cast_adapter_dtype"):
-            vars(tuner)["_cast_adapter_dtype"] = Nothing()
+            vars(tuner)["_cast_adapter_dtype"] = _Cast(wrapped, self)
+
+    def follow(self, wrapped: Wrapped) -> None:
+        """Round what has become a trained adapter since, as by PEFT's `set_adapter` or `add_adapter`.
+
+        Raises `RuntimeError` if there are gradients, which the new masters would cost.
+        """
+        if self._dtype is None or not (late := _wider(wrapped.named_model, self._dtype)):
+            return
+        if wrapped.whole.has_gradients:
+            raise RuntimeError(
+                f"{next(iter(late))} is trained only now, and adapter_dtype={self._dtype} is for it, too, but there "
+                "are gradients of earlier calls, which that would drop; switch adapters after a step that drops its "
+                "gradients, or call zero_grad() first"
+            )
+        first = {parameter: parameter.data for parameter in late.values()}
+        self._round(first, self._dtype)
+        self._start_masters(wrapped, first)
+
+    def _start_masters(self, wrapped: Wrapped, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        if values:
+            with wrapped.runtime.launching():
+                wrapped.whole.restoring.set_masters(values)
+
+    def has_rounded(self, model: nn.Module, adapter: str) -> bool:
+        """Return whether parameters of this adapter are narrow."""
+        return any(one in self._dtypes and adapter in name.split(".") for name, one in model.named_parameters())
 
     def names_in(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:
         """Return the dtype of each narrow parameter's own values by its name among `tensors`."""
@@ -115,16 +147,30 @@ class NarrowAdapters:
 
     def note_loading(self, wrapped: Wrapped, state: Mapping[str, Any], prefix: str) -> None:
         """Note the values of a state dict, of which the parameters are about to get the rounded ones."""
-        named = wrapped.named_model.named_parameters(prefix.removesuffix("."), remove_duplicate=False)
-        found = {one: state[name] for name, one in named if one in self._dtypes and name in state}
-        # Those of another shape are not loaded, either.
-        self._loaded = {one: value for one, value in found.items() if getattr(value, "shape", None) == one.shape}
+        named = wrapped.named_model.named_parameters(remove_duplicate=False)
+        values = {name: (one, state.get(prefix + name)) for name, one in named if one in self._dtypes}
+        # Those of another shape are not loaded, either. Detached: a parameter that is assigned will be rounded.
+        self._loaded = {
+            name: (one, value.detach())
+            for name, (one, value) in values.items()
+            if isinstance(value, torch.Tensor) and value.shape == one.shape
+        }
+
+    def round_assigned(self, wrapped: Wrapped) -> None:
+        """Round the parameters that have taken the place of others, as with ``assign=True``."""
+        named = dict(wrapped.named_model.named_parameters(remove_duplicate=False))
+        for name, (old, value) in self._loaded.items():
+            if (new := named[name]) is not old:
+                self._dtypes[new] = self._dtypes[old]
+                new.data = new.data.to(old.dtype)
+                self._loaded[name] = new, value
 
     def end_loading(self, wrapped: Wrapped) -> None:
         """Let the masters have the values of the state dict. The caller holds the launch lock."""
+        self.round_assigned(wrapped)
         loaded, self._loaded = self._loaded, {}
         if loaded:
-            wrapped.whole.restoring.set_masters(loaded)
+            wrapped.whole.restoring.set_masters(dict(loaded.values()))
 
 
 @contextmanager
@@ -174,6 +220,17 @@ class _Widen(_Hook):
             self._narrow.widen(wrapped, module, state, prefix)
 
 
+class _Cast(_Hook):
+    """In place of what PEFT makes new adapters fp32 with: those that are narrow stay so."""
+
+    def __call__(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        wrapped = self._wrapped()
+        if wrapped is not None and not self._narrow.has_rounded(wrapped.named_model, adapter_name):
+            tuner: Any = wrapped.named_model.base_model
+            kind: Any = type(tuner)
+            kind._cast_adapter_dtype(tuner, adapter_name, *args, **kwargs)
+
+
 class _Loading(_Hook):
     """Before ``load_state_dict``, also that of PEFT's `load_adapter`."""
 
@@ -193,7 +250,8 @@ class _Loaded(_Hook):
                 self._narrow.end_loading(wrapped)
 
 
-def _wider(model: nn.Module, dtype: torch.dtype) -> dict[torch.Tensor, torch.Tensor]:
+def _wider(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the trained parameters of adapters that are of more bits, by name."""
     if dtype not in _NARROW:
         raise TypeError(f"adapter_dtype must be torch.bfloat16, torch.float16 or torch.float32, but is {dtype!r}")
     adapters = cast("Mapping[str, object] | None", getattr(model, "peft_config", None))
@@ -203,7 +261,7 @@ def _wider(model: nn.Module, dtype: torch.dtype) -> dict[torch.Tensor, torch.Ten
             "them before wrapping, or leave it out"
         )
     return {
-        parameter: parameter.data
+        name: parameter
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and parameter.is_floating_point() and parameter.itemsize > dtype.itemsize
         if _is_of_adapter(name, adapters)
