@@ -101,9 +101,9 @@ class NarrowAdapters:
             return
         if wrapped.whole.has_gradients:
             raise RuntimeError(
-                f"{next(iter(late))} is trained only now, and adapter_dtype={self._dtype} is for it, too, but there "
-                "are gradients of earlier calls, which that would drop; switch adapters after a step that drops its "
-                "gradients, or call zero_grad() first"
+                f"{next(iter(late))} is trained only now, and adapter_dtype={self._dtype} is for it, too, but "
+                "there are gradients of earlier calls, which that would drop; switch adapters after a step that "
+                "drops its gradients, or call zero_grad() first"
             )
         first = {parameter: parameter.data for parameter in late.values()}
         self._round(first, self._dtype)
@@ -226,7 +226,7 @@ class _Cast(_Hook):
     def __call__(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         wrapped = self._wrapped()
         if wrapped is not None and not self._narrow.has_rounded(wrapped.named_model, adapter_name):
-            tuner: Any = wrapped.named_model.base_model
+            tuner = cast("nn.Module", wrapped.named_model.base_model)
             kind: Any = type(tuner)
             kind._cast_adapter_dtype(tuner, adapter_name, *args, **kwargs)
 
