@@ -53,6 +53,7 @@ from roundpipe import optim
 from roundpipe.garbage import ShortCollections
 from roundpipe.loading import from_pretrained
 from roundpipe.models.auto import AutoRoundPipe
+from roundpipe.models.calls.microbatching import declared_spec
 from roundpipe.models.calls.own_loss import OwnLoss
 from roundpipe.models.calls.token_mean import TokenMean, token_mean
 from roundpipe.models.roundpipe import RoundPipe
@@ -105,6 +106,7 @@ __all__ = [
     "TrainingWarning",
     "TrainsNothing",
     "WrapOptions",
+    "declared_spec",
     "doing_optimizer",
     "doing_recompute",
     "from_pretrained",

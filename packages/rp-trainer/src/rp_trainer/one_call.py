@@ -8,7 +8,8 @@ from typing import Any
 
 import rp_batch
 import torch
-from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe import RoundPipe, RoundPipeRunConfig, declared_spec
+from torch import nn
 
 from rp_trainer.rows import default_count, rows_of, settings_for, whole_arguments
 
@@ -40,7 +41,10 @@ def loss_of_step(
     own: Any = getattr(engine.model, "own_loss", None)
     # At least as many microbatches in total as a call has by default.
     count = -(-default_count(engine) // len(batches))
-    parts = [part for batch in batches for part in _parts(own, batch, min(count, rows_of(engine, batch) or 1))]
+    counts = [min(count, rows_of(engine, batch) or 1) for batch in batches]
+    parts = [
+        part for batch, most in zip(batches, counts, strict=True) for part in _parts(engine.model, batch, most)
+    ]
 
     def calls(*_: object) -> list[tuple[tuple[()], dict[str, Any]]]:
         return [((), part.kwargs) for part in parts]
@@ -61,9 +65,10 @@ def loss_of_step(
     )
 
 
-def _parts(own: Any, batch: Kwargs, count: int) -> list[_Part]:
+def _parts(model: nn.Module, batch: Kwargs, count: int) -> list[_Part]:
+    own: Any = getattr(model, "own_loss", None)
     whole = whole_arguments(own, batch)
     if whole is None:
         return [_Part(dict(batch), None)]
-    split = rp_batch.split(((), whole), max(1, count))
+    split = rp_batch.split(((), whole), max(1, count), declared_spec(model, whole))
     return [_Part(kwargs, own.share(kwargs, whole)) for _, kwargs in split]

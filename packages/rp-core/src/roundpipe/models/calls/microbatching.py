@@ -14,10 +14,16 @@ from torch import nn
 
 
 def declared_spec(model: object, kwargs: Mapping[str, Any]) -> Any:
-    """Return the spec of the arguments that a row of rp_presets knows; None without any.
+    """Return the spec by which a call's arguments are split: what a row of rp_presets knows of them; None without.
 
     Its main input says how many rows the batch has: in a batch without padding, which is one row, most tensors are
-    lists of lengths.
+    lists of lengths. Images go with the samples whose placeholders they fill.
+
+    >>> declared_spec(nn.Sequential(), {"x": torch.ones(4, 2)})
+
+    `model`: the row, as `RoundPipe.model`. `kwargs`: the call's. Others are split along the first dimension.
+
+    Raises `ValueError` if images and their placeholders disagree, and rp_presets' error if the row takes none.
     """
     whole = getattr(model, "whole_arguments", frozenset[str]()) & kwargs.keys()
     main = [name for name in getattr(model, "main_arguments", ()) if _is_batch(kwargs.get(name))]
