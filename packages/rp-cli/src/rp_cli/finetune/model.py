@@ -21,6 +21,7 @@ from rp_cli.adapters.vocabulary import grow
 from rp_cli.estimate.meta.meta_model import config_of, try_if_unusual
 from rp_cli.finetune.options import FineTuning
 from rp_cli.hub.models import called
+from rp_cli.runs.trained_on import identity_of, write_beside
 from rp_cli.strangers.code import told
 from rp_cli.strangers.refusing import refusing, refusing_all
 
@@ -258,8 +259,18 @@ def _as_it_is(model: nn.Module) -> nn.Module:
     return model
 
 
-def save_model(model: RoundPipe, tokenizer: Any, folder: Path) -> None:
-    """Write the model, or its adapters, and the tokenizer as `save_pretrained` does."""
+def trained_on(options: FineTuning) -> dict[str, Any] | None:
+    """Return which model the adapters are trained with; None if there are no adapters, or random weights."""
+    return identity_of(options.model) if options.is_adapted and has_weights(options) else None
+
+
+def save_model(model: RoundPipe, tokenizer: Any, identity: dict[str, Any] | None, folder: Path) -> None:
+    """Write the model, or its adapters, and the tokenizer as `save_pretrained` does.
+
+    `identity`: of the model that the adapters are for, see `trained_on`.
+    """
     save: Any = model.named_model.save_pretrained
     save(folder)
     tokenizer.save_pretrained(folder)
+    if identity is not None:
+        write_beside(folder, identity)

@@ -15,6 +15,7 @@ from rp_trainer.finetuning.settings import Names
 from rp_cli.finetune.options import FineTuning
 from rp_cli.options.adapters import ALL_LINEAR, USUAL_PARTS
 from rp_cli.options.declared import declared
+from rp_cli.runs.trained_on import KEY, is_other
 
 # The values in runs from before an option existed.
 _EARLIER_DEFAULTS: dict[str, Any] = {
@@ -85,6 +86,18 @@ def check_same(options: FineTuning, folder: Path, digest: str, steps: int = 0) -
         raise Refused(
             "--resume needs the same data, but --data, --eval-data or the tokenizer make other tokens now; "
             "name another --output"
+        )
+
+
+def refuse_replaced(model: Path, folder: Path) -> None:
+    """Raise `Refused` if the adapters of the run in a folder, if there is one, had another model.
+
+    A checkpoint has all weights of a model that is trained whole, but only the adapters of one that is not.
+    """
+    if has_run(folder) and is_other(model, earlier_options(folder).get(KEY) or {}):
+        raise Refused(
+            f"--resume needs the same model, but the weights in --model {model} are others than those that the "
+            f"adapters in {folder} were trained with; restore them, or name another --output"
         )
 
 

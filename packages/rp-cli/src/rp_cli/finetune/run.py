@@ -38,13 +38,15 @@ from rp_cli.finetune.model import (
     loader_of,
     pad_of,
     save_model,
+    trained_on,
     without_bars,
     wrapped,
 )
 from rp_cli.finetune.options import FineTuning
 from rp_cli.finetune.places import check_places
-from rp_cli.finetune.resumed import CLOCK, check_same, clock_of, extended, is_extended
+from rp_cli.finetune.resumed import CLOCK, check_same, clock_of, extended, is_extended, refuse_replaced
 from rp_cli.options.declared import declared
+from rp_cli.runs.trained_on import KEY
 from rp_cli.telling.page import Page
 from rp_cli.telling.progress import Progress
 from rp_cli.telling.streams import telling
@@ -122,10 +124,11 @@ def _fine_tune(given: FineTuning, processes: Processes, folder: Folder | None) -
         count, plan, timeline = _planned(options, data, runtime, processes, tokens)
         # Last: they are large, and all else is known to be usable.
         processes.all(lambda: _fetch_weights(given, options))
+        identity = processes.lead(lambda: _identity(options))
         say(f"{_beginning(given, options)}{_described(options, data)}\n{plan}")
         page = partial(Page, plan=plan, timeline=timeline)
         model = wrapped(options, runtime, count, tokens)
-        outcome = _train(options, tokenizer, data, model, processes, folder, page)
+        outcome = _train(options, tokenizer, data, model, processes, folder, page, identity)
     _tell(outcome)
 
 
@@ -267,6 +270,7 @@ def _train(
     processes: Processes,
     folder: Folder | None,
     page: Callable[..., Page],
+    identity: dict[str, Any] | None,
 ) -> Outcome:
     check_causality(model, vocabulary_of(model.named_model), is_packed=options.packing)
     settings = settings_of(options, data.steps)
@@ -274,7 +278,8 @@ def _train(
 
     def kept_in(folder: Folder) -> InFolder:
         facts = {**options.jsonable(), "data_digest": data.digest, CLOCK: data.clock.isoformat()}
-        return InFolder(folder, partial(save_model, model, tokenizer), options=facts)
+        facts |= {} if identity is None else {KEY: identity}
+        return InFolder(folder, partial(save_model, model, tokenizer, identity), options=facts)
 
     def reports(done: int) -> Iterator[Report]:
         if options.output is not None:
@@ -293,6 +298,13 @@ def _train(
         reports=reports,
         processes=processes,
     )
+
+
+def _identity(options: FineTuning) -> dict[str, Any] | None:
+    """Return which model the adapters are trained with. Raises `Refused` if those of a resumed run had another."""
+    if options.resume and options.output is not None and options.is_adapted:
+        refuse_replaced(options.model, options.output)
+    return trained_on(options)
 
 
 def settings_of(options: FineTuning, steps: int) -> Settings:

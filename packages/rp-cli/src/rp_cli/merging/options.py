@@ -37,6 +37,12 @@ class Merging:
     base: Path | None = option(
         "of an adapter: the model that it was trained for, if it is no longer where it was", path(), group=_LOADING
     )
+    other_base: bool = option(
+        "of an adapter: put it on its model even if that is not the one that it was trained with",
+        FLAG,
+        False,
+        group=_LOADING,
+    )
     unrounded: bool = option(
         "of a run with --pack: merge into the weights as the model's files have them, not as the run packed them",
         FLAG,

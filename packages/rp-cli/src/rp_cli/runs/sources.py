@@ -12,6 +12,7 @@ from rp_trainer.errors import Refused
 
 from rp_cli.hub.models import SMALL_FILES, WEIGHTS, fetched
 from rp_cli.hub.names import model_named
+from rp_cli.runs.trained_on import noted, refuse_other
 from rp_cli.strangers.files import bounded_bytes
 from rp_cli.strangers.refusing import refusing
 
@@ -32,6 +33,11 @@ class Asked(Protocol):
     @property
     def base(self) -> Path | None:
         """The model of an adapter."""
+        ...
+
+    @property
+    def other_base(self) -> bool:
+        """Whether the model may be another one than the adapter was trained with."""
         ...
 
     @property
@@ -69,7 +75,10 @@ class Source:
 
 
 def source_of(options: Asked) -> Source:
-    """Find the folders. Raises `Refused` if something is not there."""
+    """Find the folders.
+
+    Raises `Refused` if something is not there, or if an adapter was trained with another model.
+    """
     folder = _found("RUN", options.run)
     run = next((each for each in (folder, *folder.parents[:2]) if (each / _OPTIONS).is_file()), None)
     folder = _of_run(folder)
@@ -84,7 +93,10 @@ def source_of(options: Asked) -> Source:
     if adapter is not None:
         check_adapter(adapter)
     model = folder if adapter is None else _base(adapter, options)
-    return Source(model, adapter, run, tuple(_tokenizers(options, [folder, model], run)))
+    source = Source(model, adapter, run, tuple(_tokenizers(options, [folder, model], run)))
+    if adapter is not None and not options.other_base:
+        refuse_other(model, adapter, noted(adapter, source.recipe))
+    return source
 
 
 def model_in(option: str, path: Path) -> Path:

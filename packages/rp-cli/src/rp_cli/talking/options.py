@@ -33,6 +33,12 @@ class ModelOptions:
     base: Path | None = option(
         "of an adapter: the model that it was trained for, if it is no longer where it was", path(), group=_LOADING
     )
+    other_base: bool = option(
+        "of an adapter: put it on its model even if that is not the one that it was trained with",
+        FLAG,
+        False,
+        group=_LOADING,
+    )
     devices: str | None = option(f"{shared.ON_DEVICES}; all layers run on the first", DEVICES, group=_LOADING)
     dtype: str | None = option(
         "dtype of the weights (float32 on CPU devices, else bfloat16)",
