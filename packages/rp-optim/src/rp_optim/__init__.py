@@ -2,6 +2,9 @@
 
 from rp_optim.clip import clip_grad_norm_
 from rp_optim.errors import (
+    DiskError,
+    DiskFull,
+    DiskStalled,
     InvalidLink,
     InvalidOption,
     InvalidParameter,
@@ -9,6 +12,7 @@ from rp_optim.errors import (
     NonFiniteGradients,
     OptimError,
     ScalerMisuse,
+    TornState,
     WrongThread,
 )
 from rp_optim.halves.split_master import SplitMaster
@@ -24,6 +28,8 @@ from rp_optim.optimizers.named import OPTIMIZERS
 from rp_optim.optimizers.sgd import SGD
 from rp_optim.optimizers.state_size import state_bytes
 from rp_optim.pair import GradientPair
+from rp_optim.places.deferred import Deferred
+from rp_optim.places.on_disk import Disk
 from rp_optim.publish import write_weights
 from rp_optim.scaler import GradScaler
 from rp_optim.worker import OptimizerThread
@@ -37,6 +43,11 @@ __all__ = [
     "Adafactor",
     "Adam",
     "AdamW",
+    "Deferred",
+    "Disk",
+    "DiskError",
+    "DiskFull",
+    "DiskStalled",
     "GradScaler",
     "GradientPair",
     "InvalidLink",
@@ -52,6 +63,7 @@ __all__ = [
     "Ready",
     "ScalerMisuse",
     "SplitMaster",
+    "TornState",
     "WrongThread",
     "add_to_pair",
     "available_kernels",

@@ -9,7 +9,11 @@
     ├── NonFiniteGradients (RuntimeError)  the gradients' norm is not finite, and `error_if_nonfinite` was set
     ├── ScalerMisuse       (RuntimeError)  methods of a gradient scaler called in an invalid order
     ├── WrongThread        (RuntimeError)  a method called on a thread that must not call it
-    └── KernelUnavailable  (RuntimeError)  the requested kernel does not run on this machine
+    ├── KernelUnavailable  (RuntimeError)  the requested kernel does not run on this machine
+    └── DiskError          (RuntimeError)  working state on disk cannot be opened, read or written
+        ├── DiskFull                       there is no space for it
+        ├── DiskStalled                    a disk has not answered for long
+        └── TornState                      an earlier error has left parts of two steps on disk; load a state
 """
 
 
@@ -31,6 +35,22 @@ class InvalidLink(OptimError, ValueError):
 
 class NonFiniteGradients(OptimError, RuntimeError):
     """The norm of the gradients is NaN or infinite, and the caller set `error_if_nonfinite`."""
+
+
+class DiskError(OptimError, RuntimeError):
+    """Working state on disk cannot be opened, read or written; the message names the directory and the reason."""
+
+
+class DiskFull(DiskError):
+    """There is no space for working state; the message names the directory and what is free there."""
+
+
+class DiskStalled(DiskError):
+    """A disk has not answered for long; the message names the directory."""
+
+
+class TornState(DiskError):
+    """An earlier error has left parts of two steps in working state; it is refused until a state is loaded."""
 
 
 class ScalerMisuse(OptimError, RuntimeError):

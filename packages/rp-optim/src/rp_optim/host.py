@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 
@@ -20,11 +20,14 @@ from rp_optim.kernels.kept import (
     convert,
     has_codes,
     kept,
-    nbytes_of,
+    tensors_of,
 )
 from rp_optim.kernels.packed import Noise, StateKind
 from rp_optim.kernels.updates import Small, Spot
 from rp_optim.masters import is_elsewhere, link_of
+from rp_optim.places.loading import hidden, reveal
+from rp_optim.places.on_disk import StateOption, read_option
+from rp_optim.places.place import IN_MEMORY, Outline, StatePlace
 from rp_optim.worker import wait_for_steps
 
 # A parameter group of torch: numbers, flags, tensors and the list of parameters.
@@ -56,6 +59,8 @@ class HostOptimizer(torch.optim.Optimizer):
     _counts_steps = False
     # The format of state tensors.
     _kind: StateKind = "fp32"
+    # Where they are. Copies of an optimizer have them in memory.
+    _place: StatePlace = IN_MEMORY
     # Each parameter's index in the optimizer, by `id`, while a step with small state runs.
     _indices: dict[int, int] = {}  # noqa: RUF012 - replaced, never changed
 
@@ -64,8 +69,9 @@ class HostOptimizer(torch.optim.Optimizer):
         """The format of state tensors: "fp32" (in the parameter's dtype), "bf16" or "8bit"."""
         return self._kind
 
-    def _keep_state_as(self, kind: str) -> None:
-        """Set the format of state tensors. Must be called before torch's constructor."""
+    def _keep_state_as(self, state: StateOption) -> None:
+        """Set the format of state tensors, and where they are. Must be called before torch's constructor."""
+        kind, self._place = read_option(type(self).__name__, state)
         self._kind = check_kind(type(self).__name__, kind)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -86,7 +92,8 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # For pickling and copying, which do not call the constructor.
-        return {**super().__getstate__(), "_kind": self._kind}
+        with self._place.whole(self.state) as states:
+            return {**super().__getstate__(), "state": states, "_kind": self._kind}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Called when the optimizer is loaded, unpickled or copied.
@@ -97,28 +104,37 @@ class HostOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as in torch, after waiting for the launched steps (unless it is called inside one).
 
-        The tensors belong to the optimizer, and the next step changes them. Clone them to keep the values.
+        The tensors belong to the optimizer, and the next step changes them. Clone them to keep the values. State
+        on disk is read into new memory; `deferred_state_dict` leaves it there.
         """
         wait_for_steps()
-        return super().state_dict()
+        with self._place.whole(self.state):
+            return super().state_dict()
+
+    def deferred_state_dict(self) -> dict[str, Any]:
+        """Return the state as `state_dict` does, with `Deferred`s, readable until the next step, of the disk."""
+        wait_for_steps()
+        with self._place.deferred(self.state):
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]  # torch disables dynamo
         """Load a state as in torch, after waiting for the launched steps.
 
         State in another format, such as torch's, is converted: rounded to nearest, or expanded to full precision.
+        Tensors may be `Deferred`; they are read one parameter at a time. State on disk begins new files.
         """
         wait_for_steps()
         states: list[State] = [value for value in state_dict["state"].values() if isinstance(value, dict)]
-        if self._kind == "fp32" and not any(map(has_codes, states)):
-            super().load_state_dict(state_dict)
-            self._forget_steps()
-            return
         # Torch casts what it sees to the parameter's dtype.
-        super().load_state_dict({**state_dict, "state": _hidden(state_dict["state"])})
+        casts = self._kind == "fp32" and not any(map(has_codes, states))
+        super().load_state_dict(state_dict if casts else {**state_dict, "state": hidden(state_dict["state"])})
+        self._place.renew(self._outlines)
         for group, parameter in self._members():
             state = self.state.get(parameter, {})
-            state.update({name: value.tensor for name, value in state.items() if isinstance(value, _Hidden)})
-            convert(state, self._state_shapes(group, parameter), self._kind, parameter.dtype)
+            reveal(state, parameter, casts=casts)
+            if not casts:
+                convert(state, self._state_shapes(group, parameter), self._kind, parameter.dtype)
+            self._place.keep(self.state, parameter)
         self._forget_steps()
 
     def _forget_steps(self) -> None:
@@ -162,9 +178,12 @@ class HostOptimizer(torch.optim.Optimizer):
             self._indices = {id(parameter): index for index, (_, parameter) in enumerate(members)}
         for member in members:
             self._check_member(*member)
+        self._place.begin_step(self.state, self._outlines)
         for arrived in by_arrival(members, lambda member: member[1]):
             for some in _cut([taken for member in arrived if (taken := _take(*member)) is not None]):
-                self._update_some(some)
+                for part in self._place.parts(some, _parameter_of):
+                    with self._place.reach(self.state, [each.parameter for each in part]):
+                        self._update_some(part)
         return loss
 
     def _check_member(self, group: Group, parameter: torch.Tensor) -> None:
@@ -184,14 +203,31 @@ class HostOptimizer(torch.optim.Optimizer):
                 check_state(name, tensor, shape, parameter)
 
     def state_bytes(self) -> int:
-        """Return the bytes of the state once every parameter has been stepped."""
-        return sum(self._bytes_of(*member) for member in self._members() if not is_elsewhere(member[1]))
+        """Return the bytes of host memory that the state takes once every parameter has been stepped."""
+        return self._place.memory_bytes(self._outlines) + sum(map(self._counter_bytes, self._here()))
 
-    def _bytes_of(self, group: Group, parameter: torch.Tensor) -> int:
+    def state_bytes_now(self) -> int:
+        """Return the bytes of host memory that the state takes now."""
+        return self._place.memory_bytes_now() + sum(map(nbytes_of_state, list(self.state.values())))
+
+    def _here(self) -> list[Member]:
+        return [member for member in self._members() if not is_elsewhere(member[1])]
+
+    def _counter_bytes(self, member: Member) -> int:
+        counts = self._counts(member[0]) or (self._kind != "fp32" and bool(self._state_shapes(*member)))
+        return _counter_dtype().itemsize if counts else 0
+
+    def _outlines(self) -> dict[torch.Tensor, Outline]:
+        """Return the tensors that each parameter's state has once it is stepped, except "step"."""
+        return {parameter: self._outline(group, parameter) for group, parameter in self._here()}
+
+    def _outline(self, group: Group, parameter: torch.Tensor) -> Outline:
         shapes = self._state_shapes(group, parameter)
-        counts = self._counts(group) or (self._kind != "fp32" and bool(shapes))
-        own = sum(nbytes_of(self._kind, shape, parameter.dtype) for shape in shapes.values())
-        return own + (_counter_dtype().itemsize if counts else 0)
+        return {
+            key: entry
+            for name, shape in shapes.items()
+            for key, entry in tensors_of(name, shape, self._kind, parameter.dtype).items()
+        }
 
     def _count_small_steps(self, taken: Sequence[Taken]) -> list[int]:
         """Return step numbers for the noise, for an optimizer that otherwise does not count steps."""
@@ -243,27 +279,8 @@ class HostOptimizer(torch.optim.Optimizer):
             parameter.grad = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Hidden:
-    """Wraps a state tensor so that torch does not cast it."""
-
-    tensor: torch.Tensor
-
-
-def _hidden(states: dict[Any, Any]) -> dict[Any, Any]:
-    return {
-        key: _hide_moments(cast("State", state)) if isinstance(state, dict) else state
-        for key, state in states.items()
-    }
-
-
-def _hide_moments(state: State) -> State:
-    # Move them to the host, as torch would: they may have been saved on a device.
-    return {name: _Hidden(value.cpu()) if _is_moment(name, value) else value for name, value in state.items()}
-
-
-def _is_moment(name: str, value: object) -> TypeGuard[torch.Tensor]:
-    return name != "step" and isinstance(value, torch.Tensor)
+def _parameter_of(taken: Taken) -> torch.Tensor:
+    return taken.parameter
 
 
 def _cut(taken: Iterable[Taken]) -> Iterator[list[Taken]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from rp_optim import Deferred
 
 from rp_checkpoint.errors import CheckpointDamaged, CheckpointError
 
@@ -93,6 +94,11 @@ def source_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None)
     return Source(name, dtype or tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
 
+def deferred_source(name: str, tensor: Deferred) -> Source:
+    """Return the source that reads this tensor part by part while it is written."""
+    return Source(name, tensor.dtype, tensor.shape, tensor.read, tensor.read_part)
+
+
 def header(sources: Sequence[Source], metadata: Mapping[str, str]) -> bytes:
     """Return the header of a file: the bytes before those of the tensors.
 
@@ -130,6 +136,17 @@ class Stored:
         tensor = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.read_into(tensor)
         return tensor
+
+    def deferred(self) -> Deferred:
+        """Return this tensor, to be read later. Reading raises `CheckpointError` if the file cannot be read."""
+        return Deferred(self.dtype, self.shape, self._read_part)
+
+    def _read_part(self, start: int, stop: int) -> torch.Tensor:
+        part = torch.empty(stop - start, dtype=self.dtype, device="cpu")
+        if stop > start:
+            with _opened(self.path) as file:
+                _fill(file.fileno(), part, self.offset + start * self.dtype.itemsize, self.path)
+        return part
 
     def parts(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the offset of each part, in elements, and its values, flat, in this dtype.

@@ -7,14 +7,18 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
+from rp_optim import Deferred
 
 from rp_checkpoint.errors import CheckpointError
 
 _MARK = "__roundpipe__"
+# What `keep` is called with: a tensor, or one that is not in memory.
+Tensor = torch.Tensor | Deferred
+
 _SCALARS = (bool, int, float, str)
 
 
-def encode(value: Any, path: str, keep: Callable[[str, torch.Tensor], None]) -> Any:
+def encode(value: Any, path: str, keep: Callable[[str, Tensor], None]) -> Any:
     """Encode a value for JSON. `path`: its name. `keep` is called with the name of each tensor and the tensor.
 
     >>> tensors = {}
@@ -25,7 +29,7 @@ def encode(value: Any, path: str, keep: Callable[[str, torch.Tensor], None]) -> 
     """
     if value is None or type(value) in _SCALARS:
         return value
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         keep(path, value)
         return _marked("tensor", path)
     if isinstance(value, torch.dtype):
@@ -56,7 +60,7 @@ def _marked(kind: str, value: Any) -> dict[str, Any]:
     return {_MARK: kind, "value": value}
 
 
-def _sequence(value: Any, path: str, keep: Callable[[str, torch.Tensor], None]) -> Any:
+def _sequence(value: Any, path: str, keep: Callable[[str, Tensor], None]) -> Any:
     items = [encode(item, f"{path}.{index}", keep) for index, item in enumerate(value)]
     if type(value) is list:
         return items
@@ -70,7 +74,7 @@ def _sequence(value: Any, path: str, keep: Callable[[str, torch.Tensor], None]) 
     return items
 
 
-def _mapping(value: Mapping[Any, Any], path: str, keep: Callable[[str, torch.Tensor], None]) -> Any:
+def _mapping(value: Mapping[Any, Any], path: str, keep: Callable[[str, Tensor], None]) -> Any:
     kind = type(value).__name__ if type(value) in (Counter, OrderedDict) else "dict"
     if kind == "dict" and all(type(key) is str for key in value) and _MARK not in value:
         return {key: encode(item, f"{path}.{key}", keep) for key, item in value.items()}
@@ -91,7 +95,7 @@ _CONSTRUCTORS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     """Return the value that was given to `encode`. `tensor`: returns a tensor by its name.
 
     >>> decode(encode({1: (2.5, None)}, "x", lambda *_: None), lambda _: None)

@@ -16,7 +16,10 @@ from rp_checkpoint.files.manifest import (
     digest_of,
 )
 from rp_checkpoint.files.tensor_file import Stored, catalogue
-from rp_checkpoint.files.values import decode
+from rp_checkpoint.files.values import Tensor, decode
+
+# Counters and the like, which optimizers read at once.
+_SMALL_BYTES = 128
 
 
 class Opened:
@@ -49,6 +52,14 @@ class Opened:
     def decoded(self, value: Any) -> Any:
         """Decode a part of the description, with its tensors read into new memory."""
         return decode(value, lambda name: self.stored(name).read())
+
+    def decoded_later(self, value: Any) -> Any:
+        """Decode a part of the description; all tensors but small ones are `Deferred`."""
+        return decode(value, self._later)
+
+    def _later(self, name: str) -> Tensor:
+        stored = self.stored(name)
+        return stored.read() if stored.nbytes <= _SMALL_BYTES else stored.deferred()
 
 
 def _description(path: Path) -> dict[str, Any]:

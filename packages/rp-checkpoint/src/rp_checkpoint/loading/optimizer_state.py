@@ -10,6 +10,7 @@ from rp_optim.host import HostOptimizer
 from rp_optim.kernels.kept import SCALES, has_codes
 
 from rp_checkpoint.errors import CheckpointMismatch
+from rp_checkpoint.files.values import Tensor
 from rp_checkpoint.loading.differences import Notes, first_of, refuse_other_names
 from rp_checkpoint.loading.opened import Opened
 
@@ -85,7 +86,10 @@ class Matched:
         ]
         # The states of other machines' parameters stay in their files.
         here = {name for name, one in zip(self._names, self._parameters, strict=True) if not one.is_meta}
-        state = {place[name]: self._opened.decoded(value) for name, value in self._states.items() if name in here}
+        # Only the optimizers of rp_optim read tensors when they need them.
+        is_ours = isinstance(self._optimizer, HostOptimizer)
+        decoded = self._opened.decoded_later if is_ours else self._opened.decoded
+        state = {place[name]: decoded(value) for name, value in self._states.items() if name in here}
         self._note_dtypes(state, notes)
         if self._saved_class != self._class:
             notes.add(f"the optimizer was {self._saved_class} and is {self._class} now", self._names[0])
@@ -103,7 +107,7 @@ class Matched:
                 # Counters and scales have other dtypes, even if a parameter has the same shape.
                 if name == "step" or name.endswith(SCALES):
                     continue
-                if isinstance(value, torch.Tensor) and value.shape == master.shape:
+                if isinstance(value, Tensor) and value.shape == master.shape:
                     was = "8 bits" if value.dtype in _CODES else str(value.dtype)
                     if was == now:
                         continue

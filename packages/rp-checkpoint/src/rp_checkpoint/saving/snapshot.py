@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from rp_engine.saving import Captured, Held, is_split, published, reading
+from rp_optim import Deferred
+from rp_optim.host import HostOptimizer
 
 from rp_checkpoint.errors import CheckpointError
 from rp_checkpoint.files.manifest import FORMAT, OWN
-from rp_checkpoint.files.tensor_file import Source, sample, source_of
-from rp_checkpoint.files.values import encode
+from rp_checkpoint.files.tensor_file import Source, deferred_source, sample, source_of
+from rp_checkpoint.files.values import Tensor, encode
 from rp_checkpoint.files.writer import Writer
 from rp_checkpoint.model.facts import class_name
 from rp_checkpoint.model.layout import CheckpointLayout
@@ -43,7 +45,7 @@ class Snapshot:
     _held: dict[str, Held] = field(default_factory=dict[str, Held])
     _is_behind: bool = False
     _values: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    _states: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    _states: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     _versions: dict[str, int] = field(default_factory=dict[str, int])
 
     # While the training loop waits
@@ -79,9 +81,10 @@ class Snapshot:
     def _encoded(self, path: str, value: Any) -> Any:
         return encode(value, path, self._keep)
 
-    def _keep(self, path: str, tensor: torch.Tensor) -> None:
+    def _keep(self, path: str, tensor: Tensor) -> None:
         if tensor.numel() <= _FEW or not path.startswith("optimizers."):
-            self._values[path] = tensor.detach().cpu().clone()
+            here = tensor.read() if isinstance(tensor, Deferred) else tensor
+            self._values[path] = here.detach().cpu().clone()
         else:
             self._states[path] = tensor
 
@@ -96,7 +99,7 @@ class Snapshot:
                     "model's; make the optimizer of model.optim_parameters()"
                 )
         with reading():
-            state: dict[str, Any] = optimizer.state_dict()
+            state = _state_dict(optimizer)
         named = {names[id(parameter)]: state["state"].get(at) for at, parameter in enumerate(parameters)}
         groups = [
             {**group, "params": [names[id(parameters[at])] for at in group["params"]]}
@@ -114,7 +117,9 @@ class Snapshot:
 
     def _large(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that only a step may change, by name."""
-        yield from self._states.items()
+        for name, tensor in self._states.items():
+            if isinstance(tensor, torch.Tensor):
+                yield name, tensor
         for name, held in self._held.items():
             if held.master is not None and not held.master.is_meta:
                 yield name, held.master
@@ -137,7 +142,7 @@ class Snapshot:
             names = [name for name, entry in entries.items() if f"{folder}/{name}" in entry.values()]
             sources = [source(f"{folder}/{name}", self._held[name]) for name in names]
             self._write_own(writer, folder, sources, shard_bytes)
-        states = [source_of(name, tensor) for name, tensor in self._states.items()]
+        states = [_state(name, tensor) for name, tensor in self._states.items()]
         self._write_own(writer, "optimizers", states, shard_bytes)
         values = [source_of(*item) for item in self._values.items() if self._writes_value(item[0])]
         self._write_own(writer, "values", values, shard_bytes)
@@ -283,6 +288,15 @@ def _master(name: str, held: Held) -> Source:
     if not is_split(master):
         return source_of(name, master)
     return Source(name, master.dtype, tuple(master.shape), master.joined, master.read)
+
+
+def _state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    # State on disk stays there until it is written.
+    return optimizer.deferred_state_dict() if isinstance(optimizer, HostOptimizer) else optimizer.state_dict()
+
+
+def _state(name: str, tensor: Tensor) -> Source:
+    return deferred_source(name, tensor) if isinstance(tensor, Deferred) else source_of(name, tensor)
 
 
 def _value(name: str, held: Held) -> Source:

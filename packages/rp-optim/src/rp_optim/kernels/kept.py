@@ -56,17 +56,6 @@ def check_can_be_small(kind: StateKind, parameter: torch.Tensor) -> None:
         )
 
 
-def nbytes_of(kind: StateKind, shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return the bytes of one state tensor for a parameter of this dtype.
-
-    >>> [nbytes_of(kind, (64,), torch.float32) for kind in ("fp32", "bf16", "8bit")]
-    [256, 128, 68]
-    """
-    if kind == "8bit":
-        return prod(shape) + 2 * num_groups(prod(shape))
-    return prod(shape) * (2 if kind == "bf16" else dtype.itemsize)
-
-
 def has_codes(state: Mapping[str, Any]) -> bool:
     """Return whether a state has tensors in 8 bits."""
     return any(name.endswith(CODES) for name in state)
@@ -185,3 +174,16 @@ def _tensors(name: str, shape: Sequence[int], kind: StateKind) -> dict[str, tupl
         return {name: (shape, torch.bfloat16)}
     codes = torch.uint8 if name in _SQUARES else torch.int8
     return {name + CODES: (shape, codes), name + SCALES: ((num_groups(prod(shape)),), torch.bfloat16)}
+
+
+def tensors_of(
+    name: str, shape: Sequence[int], kind: StateKind, dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the tensors that store a state tensor for a parameter of this dtype: their names, shapes and dtypes.
+
+    >>> tensors_of("exp_avg", (64,), "8bit", torch.float32)
+    {'exp_avg_codes': ((64,), torch.int8), 'exp_avg_scales': ((2,), torch.bfloat16)}
+    """
+    if kind == "fp32":
+        return {name: (tuple(shape), dtype)}
+    return {key: (tuple(own), small) for key, (own, small) in _tensors(name, shape, kind).items()}

@@ -12,8 +12,8 @@ from rp_optim.errors import InvalidParameter
 from rp_optim.host import Group, HostOptimizer, State, Taken, count_steps, state_tensor
 from rp_optim.kernels.kept import as_whole, keep
 from rp_optim.kernels.kernel import kernel_for
-from rp_optim.kernels.packed import StateKind
 from rp_optim.kernels.updates import Factors, Matrices, Move, Spot
+from rp_optim.places.on_disk import StateOption
 
 Scalar = float | torch.Tensor
 
@@ -54,7 +54,7 @@ class Adafactor(HostOptimizer, torch.optim.Adafactor):
         *,
         foreach: bool | None = None,
         maximize: bool = False,
-        state: StateKind = "fp32",
+        state: StateOption = "fp32",
     ) -> None:
         self._keep_state_as(state)
         del foreach

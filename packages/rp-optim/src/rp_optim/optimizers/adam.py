@@ -12,8 +12,8 @@ from torch.optim.optimizer import ParamsT
 from rp_optim.checks import check_option_flags
 from rp_optim.host import Group, HostOptimizer, Taken, count_steps
 from rp_optim.kernels.kernel import by_kernel
-from rp_optim.kernels.packed import StateKind
 from rp_optim.kernels.updates import AdamNumbers, AdamUpdate
+from rp_optim.places.on_disk import StateOption
 
 Scalar = float | torch.Tensor
 
@@ -50,7 +50,7 @@ class Adam(AdamSteps, torch.optim.Adam):
     Takes the arguments of ``torch.optim.Adam``; `foreach` and `fused` are accepted and change nothing. Its
     ``state_dict`` and torch's can load each other. `state`: the format of the moments: "fp32" (the parameter's
     dtype, exact), or rounded to "bf16" or "8bit" (1 1/16 bytes per number); docs/memory.md has the cost in
-    accuracy.
+    accuracy. ``"disk:DIR[,DIR...]"`` has them in files there, ``"8bit disk:DIR"`` in that format; see `Disk`.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = Adam([weight], lr=0.5)
@@ -80,7 +80,7 @@ class Adam(AdamSteps, torch.optim.Adam):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        state: StateKind = "fp32",
+        state: StateOption = "fp32",
     ) -> None:
         self._keep_state_as(state)
         check_option_flags(type(self).__name__, {"capturable": capturable, "differentiable": differentiable})
@@ -133,7 +133,7 @@ class AdamW(Adam, torch.optim.AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        state: StateKind = "fp32",
+        state: StateOption = "fp32",
     ) -> None:
         Adam.__init__(
             self,

@@ -11,8 +11,8 @@ from torch.optim.optimizer import ParamsT
 from rp_optim.checks import at_least, check_betas, check_option_flags
 from rp_optim.host import Group, HostOptimizer, Taken
 from rp_optim.kernels.kernel import by_kernel
-from rp_optim.kernels.packed import StateKind
 from rp_optim.kernels.updates import LionNumbers, LionUpdate
+from rp_optim.places.on_disk import StateOption
 
 Scalar = float | torch.Tensor
 
@@ -46,7 +46,7 @@ class Lion(HostOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        state: StateKind = "fp32",
+        state: StateOption = "fp32",
     ) -> None:
         self._keep_state_as(state)
         check_option_flags("Lion", {"capturable": capturable, "differentiable": differentiable})

@@ -14,10 +14,10 @@ from rp_optim.checks import at_least, check_betas, check_option_flags
 from rp_optim.errors import InvalidOption, InvalidParameter
 from rp_optim.host import Group, State, Taken
 from rp_optim.kernels.kernel import kernel_for
-from rp_optim.kernels.packed import StateKind
 from rp_optim.kernels.updates import MomentumUpdate, Move, Spot
 from rp_optim.optimizers.adam import AdamSteps
 from rp_optim.optimizers.newton_schulz import NewtonSchulz, dtype_here
+from rp_optim.places.on_disk import StateOption
 
 Scalar = float | torch.Tensor
 
@@ -72,7 +72,7 @@ class Muon(AdamSteps, torch.optim.Muon):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        state: StateKind = "fp32",
+        state: StateOption = "fp32",
     ) -> None:
         self._keep_state_as(state)
         check_option_flags("Muon", {"capturable": capturable, "differentiable": differentiable})

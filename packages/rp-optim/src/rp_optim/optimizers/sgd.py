@@ -11,8 +11,8 @@ from rp_optim.checks import check_option_flags
 from rp_optim.host import Group, HostOptimizer, Taken
 from rp_optim.kernels.kept import is_missing
 from rp_optim.kernels.kernel import by_kernel
-from rp_optim.kernels.packed import StateKind
 from rp_optim.kernels.updates import SGDNumbers, SGDUpdate
+from rp_optim.places.on_disk import StateOption
 
 Scalar = float | torch.Tensor
 
@@ -46,7 +46,7 @@ class SGD(HostOptimizer, torch.optim.SGD):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        state: StateKind = "fp32",
+        state: StateOption = "fp32",
     ) -> None:
         self._keep_state_as(state)
         check_option_flags(type(self).__name__, {"differentiable": differentiable})

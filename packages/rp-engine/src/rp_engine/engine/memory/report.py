@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rp_optim.host import HostOptimizer
 from rp_transfer import MemoryUse
 from torch.optim import Optimizer
 
@@ -119,6 +120,8 @@ def state_bytes_now(optimizer: object) -> int:
             f"memory_report takes optimizers, but got a {type(optimizer).__name__} instead; give it the "
             "torch.optim.Optimizer that steps this model"
         )
+    if isinstance(optimizer, HostOptimizer):
+        return optimizer.state_bytes_now()
     states: list[Mapping[str, Any]] = list(optimizer.state.values())  # Any: each optimizer has its own
     values = [value for state in states for value in list(state.values())]
     return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))

@@ -1,0 +1,209 @@
+"""Blocks of a volume in bounded memory: read ahead in the order of the step before, written behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from rp_optim.disk.memory import Arena
+from rp_optim.disk.volume import Transfer, Volume
+from rp_optim.errors import TornState
+
+_IDLE = Transfer()
+
+
+@dataclass(slots=True)
+class _Place:
+    """A block in memory. `transfer`: the last read or write of it, which may be under way."""
+
+    offset: int
+    transfer: Transfer = _IDLE
+    writes: bool = False
+
+
+class Blocks:
+    """Blocks of fixed sizes on a volume, of which memory holds as many as fit.
+
+    One block at a time is taken, and given back before the next. Those that the step before took next are read
+    meanwhile; those that were given back changed are written meanwhile. Where memory is short, the block that is
+    needed last goes. One thread uses it at a time.
+
+    Args:
+        volume: where the blocks are. Space for all is reserved here.
+        sizes: each block's bytes.
+        memory_bytes: bytes of host memory, at least those of the largest block.
+
+    Raises `DiskFull` if the volume has no space. After a failed transfer, all later ones raise `TornState`.
+    """
+
+    def __init__(self, volume: Volume, sizes: Sequence[int], memory_bytes: int) -> None:
+        self._volume = volume
+        # An empty block has a place of its own, too.
+        self._sizes = [volume.rounded(max(size, 1)) for size in sizes]
+        self._addresses = list(accumulate(self._sizes, initial=0))
+        volume.reserve(self._addresses[-1])
+        self._arena = Arena(volume.rounded(max(memory_bytes, *self._sizes, 1)))
+        self._resident: dict[int, _Place] = {}
+        # Blocks that have contents on the volume.
+        self._written: set[int] = set()
+        self._taken: int | None = None
+        self._order = list(range(len(sizes)))
+        self._places = list(self._order)
+        self._at = -1
+        self._seen: dict[int, None] = {}
+        self._torn = ""
+        # Bytes read and written so far.
+        self.bytes_read = 0
+        self.bytes_written = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of host memory."""
+        return self._arena.nbytes
+
+    @property
+    def volume_bytes(self) -> int:
+        """Bytes on the volume."""
+        return self._addresses[-1]
+
+    def begin_step(self) -> None:
+        """Begin another round, expected to be in the order of the last one.
+
+        Raises what has failed since, and `TornState` after an earlier failure.
+        """
+        self._settle()
+        self._order = [*self._seen, *(index for index in self._order if index not in self._seen)]
+        for place, index in enumerate(self._order):
+            self._places[index] = place
+        self._seen, self._at = {}, -1
+        self._read_ahead()
+
+    def take(self, index: int) -> torch.Tensor:
+        """Return a block's memory once it may be read and written: (bytes,) uint8, anything if it is new.
+
+        Raises the error of any transfer that has failed, or `TornState`.
+        """
+        assert self._taken is None
+        self._settle()
+        place = self._resident.get(index) or self._load(index)
+        self._wait(place)
+        self._taken = index
+        self._seen.setdefault(index)
+        self._at = self._places[index]
+        self._read_ahead()
+        return self._arena.tensor_at(place.offset, self._sizes[index])
+
+    def give_back(self, *, changed: bool) -> None:
+        """End the use of the block that was taken last, and begin to write it if it was changed."""
+        assert self._taken is not None
+        index, self._taken = self._taken, None
+        if changed:
+            self._refuse_torn()
+            self._written.add(index)
+            place = self._resident[index]
+            place.transfer = self._volume.write(self._addresses[index], self._memory_of(index, place))
+            place.writes = True
+            self.bytes_written += self._sizes[index]
+
+    def drain(self) -> None:
+        """Wait for all transfers. Raises their errors."""
+        self._refuse_torn()
+        for place in list(self._resident.values()):
+            self._wait(place)
+
+    def note_torn(self, why: str) -> None:
+        """Refuse all use from now on. `why`: what has failed, in words."""
+        self._torn = self._torn or why
+
+    def close(self) -> None:
+        """End the volume's threads. Its files end with the last transfer."""
+        self._volume.close()
+
+    # Transfers
+
+    def _refuse_torn(self) -> None:
+        if self._torn:
+            raise TornState(
+                f"working state on disk has parts of two steps, since an earlier transfer failed ({self._torn}); "
+                "load a state or a checkpoint, which begins new files"
+            )
+
+    def _wait(self, place: _Place) -> None:
+        try:
+            place.transfer.wait()
+        except BaseException as error:
+            self.note_torn(str(error))
+            raise
+
+    def _settle(self) -> None:
+        """Raise the errors of writes that have ended."""
+        self._refuse_torn()
+        for place in self._resident.values():
+            if place.writes and place.transfer.done():
+                self._wait(place)
+                place.writes = False
+
+    def _memory_of(self, index: int, place: _Place) -> memoryview:
+        return self._arena.bytes_at(place.offset, self._sizes[index])
+
+    def _read(self, index: int, offset: int) -> _Place:
+        place = self._resident[index] = _Place(offset)
+        if index in self._written:
+            place.transfer = self._volume.read(self._addresses[index], self._memory_of(index, place))
+            self.bytes_read += self._sizes[index]
+        return place
+
+    def _load(self, index: int) -> _Place:
+        while (offset := self._room(self._sizes[index], -1)) is None:
+            # The arena is as large as the largest block, so something is under way, or has just ended.
+            for place in [place for place in self._resident.values() if not place.transfer.done()][:1]:
+                self._wait(place)
+            self._settle()
+        return self._read(index, offset)
+
+    # Which blocks are in memory
+
+    def _upcoming(self) -> Iterator[int]:
+        """Yield the other blocks in the order in which they are expected; at the end comes the next round."""
+        for distance in range(1, len(self._order) + (self._at < 0)):
+            yield self._order[(self._at + distance) % len(self._order)]
+
+    def _distance(self, index: int) -> int:
+        return (self._places[index] - self._at - 1) % len(self._order)
+
+    def _read_ahead(self) -> None:
+        for index in self._upcoming():
+            if index in self._resident:
+                continue
+            if index not in self._written:
+                return
+            offset = self._room(self._sizes[index], self._distance(index))
+            if offset is None:
+                return
+            self._read(index, offset)
+
+    def _room(self, nbytes: int, nearest: int) -> int | None:
+        """Return free memory. For it, drop blocks that are expected later than `nearest`, the last first."""
+        offset = self._arena.take(nbytes)
+        if offset is not None:
+            return offset
+        droppable = [
+            index
+            for index, place in self._resident.items()
+            if index != self._taken and place.transfer.done() and self._distance(index) > nearest
+        ]
+        for index in sorted(droppable, key=self._distance, reverse=True):
+            self._drop(index)
+            if (offset := self._arena.take(nbytes)) is not None:
+                return offset
+        return None
+
+    def _drop(self, index: int) -> None:
+        place = self._resident[index]
+        if place.writes:
+            self._wait(place)
+        self._arena.give_back(place.offset)
+        del self._resident[index]

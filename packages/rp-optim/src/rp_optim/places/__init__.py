@@ -1,0 +1,1 @@
+"""Where an optimizer keeps its state: in memory, or on disk."""
