@@ -34,6 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "prefilled in chunks": {"prefill_chunk_size": 2},
     "prompt lookup": {"prompt_lookup_num_tokens": 2},
     "without a cache": {"use_cache": False},
+    "guided away": {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([[7, 7], [5, 3], [9, 9]])},
 }
 
 
@@ -155,6 +156,13 @@ def test_nothing_is_drawn_from_the_callers_generator_but_by_sampling(wrapped: Ro
     wrapped.generate(PROMPTS, attention_mask=MASK, max_new_tokens=3)
 
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_guidance_beside_a_cache_of_another_kind_is_refused(wrapped: RoundPipe) -> None:
+    with pytest.raises(
+        ValueError, match=r"guidance_scale calls forward without the prompt, too, .* is a StaticCache"
+    ):
+        generated(wrapped, guidance_scale=2.0, cache_implementation="static")
 
 
 def test_a_step_while_text_is_generated_is_refused(wrapped: RoundPipe) -> None:

