@@ -14,6 +14,33 @@ PER_CALL: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(("adapter_names", "task_ids", "alora_offsets"), _BY_HOOKS + "use_sequential_preset=False")
 )
 
+# Methods of PEFT that no call runs as PEFT does, by their `peft_type`.
+_REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "CARTRIDGE": "passes a key-value cache, which all microbatches would write",
+        "POLY": "hands task_ids to its layers by hooks for one call, which devices do not run",
+        "XLORA": "hands scalings to its layers by hooks for one call, which devices do not run",
+        "SHADOW": "carries a second state from layer to layer in an object, whose tensors would get no gradients",
+    }
+)
+_VELORA = (
+    "averages a batch in forward and replaces a buffer with that, which would change a device's copy alone; take "
+    'VeloraConfig(init_type="random")'
+)
+
+
+def refuse_adapters(model: nn.Module) -> None:
+    """Raise `ValueError` for a PEFT model of a method that does not run on devices."""
+    configs = getattr(model, "peft_config", None)
+    for config in cast("Mapping[str, Any]", configs).values() if isinstance(configs, Mapping) else ():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        velora = getattr(config, "velora_config", None)
+        reason = _REFUSED.get(kind)
+        if reason is None and velora is not None and velora.init_type != "random":
+            kind, reason = "VeLoRA", _VELORA
+        if reason is not None:
+            raise ValueError(f"{kind} of PEFT cannot be wrapped: it {reason}; train it with PEFT alone")
+
 
 def base_of(model: nn.Module) -> nn.Module:
     """The model inside a PEFT model whose adapters are parts of its modules; any other model itself.
