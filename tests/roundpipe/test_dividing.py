@@ -550,6 +550,17 @@ def test_a_trial_compiles_nothing(two):
 # --- models that are one row -------------------------------------------------------------------------------------
 
 
+class Loss(nn.Module):
+    """A last layer that returns a sum of this shape, which has no rows."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().sum().view(self.shape)
+
+
 def row_of(kind: str) -> nn.Module:
     """A model that is wrapped as a row, or as a single layer."""
     made: dict[str, Callable[[], nn.Module]] = {
@@ -557,8 +568,25 @@ def row_of(kind: str) -> nn.Module:
         "statistics": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), BatchStatistics()),
         "one layer": lambda: nn.LSTM(WIDTH, WIDTH),
         "samples": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
+        "time first, to a loss": lambda: nn.Sequential(encoder(), Loss(())),
+        "statistics, to a loss": lambda: nn.Sequential(BatchStatistics(), nn.Linear(WIDTH, WIDTH), Loss((1,))),
+        "samples, to a loss": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Loss(())),
     }
     return made[kind]()
+
+
+@pytest.mark.parametrize("kind", ["time first", "statistics", "samples"])
+def test_a_loss_that_the_last_layer_computes_hides_nothing(two, kind):
+    torch.manual_seed(0)
+    model = row_of(f"{kind}, to a loss")
+    plain = copy.deepcopy(model)
+    x = torch.randn(6, 4, WIDTH)
+
+    with told() as whole:
+        found = wrap(model, runtime=two, model_run_config=THREE).forward_backward((x,))
+
+    torch.testing.assert_close(found.sum(), plain(x).sum())
+    assert len(whole) == (kind != "samples")
 
 
 def first(output: Any) -> torch.Tensor:

@@ -23,7 +23,8 @@ from rp_engine.state.model_state import ModelState
 _NUMBERS = itertools.count()
 _NONE_KEPT = NoneKept()
 LossFn = Callable[[Any, Any], torch.Tensor | Sequence[torch.Tensor]]
-View = Callable[[Any], Any]
+# From what the last layer is given and what it returns.
+View = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ class Recomputed:
 class Aside:
     """What tells a call that no plan learns from, such as one that is only to show what a model computes.
 
-    `view`: makes of the model's output, on its device, what leaves that instead; None: the output leaves it.
+    `view`: makes of what the last layer is given and returns, on its device, what leaves that instead; None: the
+    output leaves it.
     `holds_state`: its arguments hold state that layers write, such as a key-value cache, whose tensors stay on the
     devices: it runs there as one microbatch, and no layer runs twice. `stays`: its output stays, too. `kept`: for
     each device, the weights that stay there from call to call; empty: none do.

@@ -15,7 +15,7 @@ from torch import nn
 
 from roundpipe.models.calls.microbatching import in_one_piece, num_microbatches
 from roundpipe.models.dividing.divisions import Division, Divisions, refuse_shared
-from roundpipe.models.dividing.rows import rows_of
+from roundpipe.models.dividing.rows import rows_at_end
 from roundpipe.models.dividing.trial import Fit, Found, Trial
 
 
@@ -58,7 +58,7 @@ PART = Manner(
 ROW = Manner(
     "say how in its run config (split_input, and split_label and merge_output where these are not along the first "
     "dimension)",
-    rows_of,
+    rows_at_end,
     is_brief=True,
 )
 

@@ -17,6 +17,19 @@ RowKey: TypeAlias = tuple[str, tuple[int, ...]]
 Rows: TypeAlias = dict[RowKey, torch.Tensor]
 
 
+def rows_at_end(given: Any, output: Any) -> Rows:
+    """Return the rows of a model's output, and of what its last layer is given: that may compute a mere loss.
+
+    >>> [place for place, _ in rows_at_end(torch.zeros(3, 2), torch.tensor(0.0))]
+    ['what the last layer is given']
+    """
+    entering = {
+        (path.replace("output", "what the last layer is given", 1), shape): rows
+        for (path, shape), rows in rows_of(given).items()
+    }
+    return {**entering, **rows_of(output)}
+
+
 def rows_of(output: Any) -> Rows:
     """Return the tensors that have rows, also from inside of objects; each row in at most about 64 numbers.
 

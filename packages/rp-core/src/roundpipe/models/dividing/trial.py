@@ -63,7 +63,7 @@ class Trial:
     """One call, to be tried in several ways of splitting it; nothing of that is seen outside.
 
     `arguments`: the pair (args, kwargs) of the call. `address`: makes the engine's arguments from those of each
-    microbatch. `view`: what of the outputs is compared, see `rp_engine.execution.call.Aside`. `is_brief`: no more
+    microbatch. `view`: what is compared, see `rp_engine.execution.call.Aside`. `is_brief`: no more
     rows are compared than those of the largest microbatch and the smallest.
     """
 

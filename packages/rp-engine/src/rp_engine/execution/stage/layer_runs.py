@@ -106,7 +106,7 @@ class LayerRuns:
             self._later.see(layer, microbatch, output, dtype, recomputes=recomputes)
         if facts.is_for_loss:
             return output
-        return computed(output) if facts.view is None else facts.view(computed(output))
+        return computed(output) if facts.view is None else facts.view(tree, computed(output))
 
     def _once(self, run: _Run, also: Callable[[Data], None] | None = None) -> Any:
         """Run a layer forward or recompute it. `also`: see `Memory.first`."""
