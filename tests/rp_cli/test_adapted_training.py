@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -176,3 +177,15 @@ def test_dropout_is_of_the_adapters_inputs(
     (first, second), (same, other) = losses
     assert first == same
     assert second != other
+
+
+def test_adapters_on_embeddings_are_saved_without_a_word(tmp_path: Path) -> None:
+    model = finetuning.make_model(tmp_path / "model")
+    data = finetuning.json_lines(tmp_path / "data.jsonl", TEXTS)
+    given = ["--model", str(model), "--data", str(data), "--output", str(tmp_path / "run"), *SETTINGS]
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert main(["train", *given, "--lora-targets", "embed_tokens", "--save-every", "1", "--quiet"]) == 0
+
+    assert [str(one.message) for one in told if "embedding" in str(one.message)] == []

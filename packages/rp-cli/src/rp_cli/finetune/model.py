@@ -27,6 +27,8 @@ from rp_cli.strangers.refusing import refusing, refusing_all
 
 # Weight files that are not read; a folder with one of these does not count as one without weights.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.ckpt", "*.index.json")
+# How PEFT begins to tell that a file of adapters has the embeddings, too.
+_SAVES_EMBEDDINGS = r"Setting `save_embedding_layers` to `True`"
 # Of a list of weights, so many are named.
 _NAMES_SHOWN = 3
 
@@ -154,10 +156,12 @@ def wrapped(
 
 
 def without_bars() -> None:
-    """Switch off the progress bars of transformers."""
+    """Switch off the progress bars of transformers, and what PEFT warns of when all is as it should be."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    # For the whole process: checkpoints are written on other threads.
+    warnings.filterwarnings("ignore", _SAVES_EMBEDDINGS)
 
 
 def _wrapped(options: FineTuning, wrapping: dict[str, Any], vocabulary: int | None) -> Any:
