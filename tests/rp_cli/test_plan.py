@@ -208,6 +208,7 @@ SCHEMA: dict[str, Any] = {
         ),
         int,
     ),
+    "disk": type(None),
     "plan": {
         "num_microbatch": int,
         "sequences_a_microbatch": int,
@@ -370,6 +371,45 @@ def test_smaller_moments_are_proposed_counted_and_told(config: Write, capsys: py
     busy = [answer["plan"]["busy_s"]["optimizer"] for answer in (whole, half, byte)]
     assert busy[1] < busy[0] == pytest.approx(busy[2], rel=0.01)
     assert "adamw with 8bit state, fp32 masters" in told(capsys, *machine, "--optimizer-state", "8bit")
+
+
+def test_state_on_disk_is_proposed_counted_and_told(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    wide = QWEN3_8B | {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 4}
+    machine = (
+        "--batch",
+        "4",
+        "--sequence",
+        "64",
+        "--num-microbatch",
+        "2",
+        "--model",
+        config(wide),
+        "--gpu",
+        "H200",
+    )
+    disk = ("--ram", "64GB", "--disk", "2TB", "--disk-gb-s", "7/6", "--disk-tbw", "1200")
+
+    options = [change["option"] for change in found(capsys, *machine, "--ram", "6.6GB")["changes"]]
+    there = found(capsys, *machine, *disk)
+    said = told(capsys, *machine, *disk)
+    full = told(capsys, *machine, "--disk", "1GB")
+
+    assert "--disk 1TB" in options
+    # The blocks of the largest weight, the embedding, and as many bytes again.
+    assert there["host_bytes"]["optimizer_state"] == pytest.approx(2 * 8 * 1024 * 151936, rel=0.01)
+    on_disk, plan = there["disk"], there["plan"]
+    state = on_disk["written_bytes_a_step"]
+    assert state == pytest.approx(8 * there["model"]["trained_parameters"], rel=0.01)
+    assert on_disk["step_s"] == pytest.approx(state / 7e9 + state / 6e9)
+    assert plan["busy_s"]["disk"] == on_disk["step_s"]
+    # Synchronous steps wait for it.
+    assert plan["step_s"] > on_disk["step_s"]
+    assert on_disk["written_tb_a_day"] == pytest.approx(state / 1e12 * 86400 / plan["step_s"])
+    assert on_disk["rated_life_days"] == pytest.approx(1200 / on_disk["written_tb_a_day"])
+    assert "GB written a step" in said
+    assert "days of its rated 1200 TB" in said
+    assert "bound by  the disk" in said
+    assert "DOES NOT FIT: the disk is short by" in full
 
 
 def test_masters_in_halves_are_proposed_counted_and_told(

@@ -121,6 +121,26 @@ def test_a_loss_that_is_not_finite_ends_it_with_one_line_and_exit_code_1(
 
 
 @pytest.mark.slow
+def test_state_on_disk_gives_the_same_losses_and_its_wear_is_told(
+    text: Path, tmp_path: Path, finished: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, working = tmp_path / "run", tmp_path / "working"
+    working.mkdir()
+    disk = ["--disk", f"{working},{tmp_path}", "--disk-tbw", "600"]
+
+    given = ["train", "--data", str(text), "--output", str(folder), "--steps", str(STEPS), *SIZES]
+    assert main([*given, *disk]) == 0
+    told = capsys.readouterr().out
+    assert main(["train", *SIZES, "--disk", str(tmp_path / "missing")]) == 2
+
+    assert "of optimizer state, read at " in told
+    assert "days of its rated 600 TB" in told
+    assert "make it first" in capsys.readouterr().err
+    assert list(working.iterdir()) == []
+    here, in_memory = ([one.get("loss") for one in finetuning.lines(each)] for each in (folder, finished[0]))
+    assert here == in_memory
+
+
 def test_it_learns(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--data", str(text), *SIZES, "--steps", "60"]) == 0
 

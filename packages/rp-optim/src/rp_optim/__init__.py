@@ -1,6 +1,7 @@
 """Optimizers for parameters in host memory, and the thread that runs their steps."""
 
 from rp_optim.clip import clip_grad_norm_
+from rp_optim.disk.rate import DiskRates, disk_rates
 from rp_optim.errors import (
     DiskError,
     DiskFull,
@@ -47,6 +48,7 @@ __all__ = [
     "Disk",
     "DiskError",
     "DiskFull",
+    "DiskRates",
     "DiskStalled",
     "GradScaler",
     "GradientPair",
@@ -68,6 +70,7 @@ __all__ = [
     "add_to_pair",
     "available_kernels",
     "clip_grad_norm_",
+    "disk_rates",
     "kernel_in_use",
     "link",
     "muon_groups",

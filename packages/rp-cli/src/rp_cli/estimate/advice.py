@@ -12,6 +12,7 @@ from rp_trainer.errors import Refused
 
 from rp_cli.adapters.choice import Adapters
 from rp_cli.estimate.cards import CARDS, Card
+from rp_cli.estimate.drive import NO_DISK, USUAL_RATES, Drive
 from rp_cli.estimate.foretell import Case, Foretold, could_fit, foretell
 from rp_cli.estimate.hardware import Machine, machine_of
 from rp_cli.estimate.meta.meta_model import check_positions, model_of, packing_of
@@ -26,7 +27,7 @@ RANK = 16
 # A change must make training faster by this factor to be proposed.
 _PAYS = 1.05
 _SHORTEST = 128
-_GB = 10**9
+_GB, _TB = 10**9, 10**12
 # Nominal rates in 10^9 bits a second.
 _NETWORKS = (10, 25, 40, 50, 100, 200, 400, 800)
 # Smaller formats of the same state, the more exact first, and optimizers with less state.
@@ -168,8 +169,16 @@ def _savings(options: PlanOptions, now: Foretold) -> Iterator[_Saving]:
         yield _Saving((("--step-in-backward", {"step_in_backward": True}),))
     if options.optimizer_state == "fp32":
         yield _Saving(tuple((f"--optimizer-state {kind}", {"optimizer_state": kind}) for kind in _SMALLER_KINDS))
+    if options.disk_bytes is None:
+        yield _Saving(tuple(_disks(now)))
     if options.optimizer in ("adam", "adamw"):
         yield _Saving(tuple((f"--optimizer {name}", {"optimizer": name}) for name in _SMALLER_STATES))
+
+
+def _disks(now: Foretold) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a usual disk that has room for the optimizer's state, in whole TB."""
+    tb = max(-(-now.case.workload.optimizer_bytes // _TB), 1)
+    yield f"--disk {tb}TB", {"drive": Drive(tb * _TB, *USUAL_RATES)}
 
 
 def _combinations(options: PlanOptions, now: Foretold) -> Iterator[Proposal]:
@@ -282,8 +291,15 @@ def workload_of(options: PlanOptions) -> Workload:
     """Return the workload that the options describe. Raises `Refused` for a model that cannot be planned for."""
     model = model_of(options.model, Adapters.of(options), pack=options.pack)
     check_positions(model, options.sequence)
-    how = Training.of(options, utilisation=options.utilisation or _calibrated(options))
+    how = Training.of(options, utilisation=options.utilisation or _calibrated(options), drive=_drive(options))
     return Workload.of(model, how, packing_of(options.model, options.pack))
+
+
+def _drive(options: PlanOptions) -> Drive:
+    """Return the disk that the options describe."""
+    if options.disk_bytes is None:
+        return NO_DISK
+    return Drive(options.disk_bytes, *(options.disk_gb_s or USUAL_RATES), options.disk_tbw or 0.0)
 
 
 def _calibrated(options: PlanOptions) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ _BOUNDS: Mapping[Bound, str] = {
     "additions": "additions of gradients on the host",
     "optimizer": "the optimizer",
     "network": "the network",
+    "disk": "the disk",
 }
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # What a step's work is, by its bound, where that needs another word.
@@ -55,6 +57,7 @@ def as_json(answer: Foretold, changes: Sequence[Change]) -> str:
             "batch": answer.case.batch,
             "sequence": answer.case.workload.how.sequence,
             "host_bytes": _host_bytes(answer),
+            "disk": _disk_json(answer),
             "plan": None if answer.planned is None else _plan(answer, answer.planned),
             "changes": [_changed(change) for change in changes],
             "assumed": {
@@ -124,6 +127,14 @@ def _network(answer: Foretold) -> dict[str, Any] | None:
         "sent_bytes_a_step": None if planned is None else planned.traffic_bytes,
         "step_s": None if planned is None else planned.network_ms / 1e3,
     }
+
+
+def _disk_json(answer: Foretold) -> dict[str, Any] | None:
+    workload, planned = answer.case.workload, answer.planned
+    if not workload.how.drive.is_there:
+        return None
+    told = workload.how.drive.told(workload.disk_bytes(answer.case.machines), planned.ms if planned else math.inf)
+    return {**told, "short_bytes": answer.disk_short_bytes}
 
 
 def _host_bytes(answer: Foretold) -> dict[str, Any]:
@@ -219,6 +230,8 @@ def _switches(answer: Foretold) -> str:
 def _verdict(answer: Foretold) -> str:
     if answer.device_short_bytes:
         return f"DOES NOT FIT: device memory is short by {_gb(answer.device_short_bytes)}"
+    if answer.disk_short_bytes:
+        return f"DOES NOT FIT: the disk is short by {_gb(answer.disk_short_bytes)}"
     if not answer.forecast.fits:
         return f"DOES NOT FIT: host memory is short by {_gb(answer.forecast.short_bytes)}"
     if answer.case.machine.ram is None:
@@ -282,11 +295,32 @@ def _run_summary(answer: Foretold, planned: Planned) -> Iterator[str]:
             f"network  {_gb(planned.traffic_bytes)} from and to each machine in a step, "
             f"{_seconds(planned.network_ms)}; all else takes {_seconds(planned.machine_ms)}"
         )
+    yield from _disk(answer, planned)
     busy = planned.busy_ms()
     others = ", ".join(
         f"{_WORK.get(name, name)} {_seconds(ms)}" for name, ms in sorted(busy.items(), key=_by_time) if ms
     )
     yield f"bound by  {_BOUNDS[planned.bound_by]}; busy in a step: {others}"
+
+
+def _disk(answer: Foretold, planned: Planned) -> Iterator[str]:
+    """Yield what the disk does in a step, and how long it lasts so."""
+    workload = answer.case.workload
+    drive, nbytes = workload.how.drive, workload.disk_bytes(answer.case.machines)
+    if not drive.is_there:
+        return
+    source = ", measured" if drive.is_measured else ""
+    batch = math.ceil(answer.case.batch * planned.disk_ms / planned.machine_ms)
+    hidden = f"hidden by the next call from about --batch {batch} on" if batch > answer.case.batch else "hidden"
+    how = f"which synchronous steps wait for; with --no-sync {hidden}" if planned.waits_for_disk else hidden
+    yield (
+        f"disk  {_gb(nbytes)} of optimizer state, read at {drive.read_gb_s:.3g} GB/s and written at "
+        f"{drive.write_gb_s:.3g} GB/s{source}: {_seconds(planned.disk_ms)} a step, {how}"
+    )
+    a_day = drive.tb_a_day(nbytes, planned.ms)
+    days = drive.days(a_day)
+    life = "" if math.isinf(days) else f", {_rounded(days)} days of its rated {drive.rated_tb:g} TB"
+    yield f"wear  {_gb(nbytes)} written a step, {_rounded(a_day)} TB a day{life}"
 
 
 def _by_time(item: tuple[Bound, float]) -> float:

@@ -26,7 +26,7 @@ from rp_cli.estimate.hardware import Machine, memory_bytes_for
 from rp_cli.estimate.network import ONE_MACHINE, Network
 from rp_cli.estimate.workload import Workload, size_of
 
-Bound = Resource | Literal["network"]
+Bound = Resource | Literal["network", "disk"]
 # The number of calls to simulate for the memory that devices use.
 _CALLS = 2
 # A plan this near to the bound of all plans is not improved on; numbers of microbatches as near are equal, too.
@@ -74,7 +74,8 @@ class Planned:
     `microbatches`: of all machines. `sequences`: of the largest microbatch. `machine_ms`: the time of a step
     without the network. `working_bytes`: a device's workspace.
     `tasks`: of one call. `traffic_bytes`: bytes that a machine sends in a step, and receives; `network_ms`: the
-    time that this takes.
+    time that this takes. `disk_ms`: the time in which a disk reads and writes the optimizer's state;
+    `waits_for_disk`: whether nothing else is done meanwhile.
     """
 
     priced_plan: PricedPlan
@@ -86,16 +87,25 @@ class Planned:
     tasks: tuple[Task, ...]
     traffic_bytes: int = 0
     network_ms: float = 0.0
+    disk_ms: float = 0.0
+    waits_for_disk: bool = False
 
     @property
     def ms(self) -> float:
-        """The time of a step: traffic overlaps with everything else, so the longer of both counts."""
-        return max(self.machine_ms, self.network_ms)
+        """The time of a step: traffic overlaps with everything else, so the longer of both counts.
+
+        So does the disk of asynchronous steps; synchronous ones wait for it.
+        """
+        waited = self.disk_ms if self.waits_for_disk else 0.0
+        return max(self.machine_ms + waited, self.network_ms, self.disk_ms)
 
     @property
     def bound_by(self) -> Bound:
         """The resource that is busy for the longest time."""
-        return "network" if self.network_ms > self.machine_ms else self.priced_plan.bottleneck(self.devices)
+        longest = max(self.machine_ms, self.network_ms, self.disk_ms)
+        if longest == self.machine_ms:
+            return self.priced_plan.bottleneck(self.devices)
+        return "disk" if longest == self.disk_ms else "network"
 
     @cached_property
     def device_bytes(self) -> int:
@@ -111,7 +121,8 @@ class Planned:
     def busy_ms(self) -> dict[Bound, float]:
         """Return the time for which each resource is busy in a step."""
         busy: dict[Bound, float] = {**self.priced_plan.loads_ms(self.devices)}
-        return {**busy, "network": self.network_ms} if self.network_ms else busy
+        others: dict[Bound, float] = {"network": self.network_ms, "disk": self.disk_ms}
+        return {**busy, **{name: ms for name, ms in others.items() if ms}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +139,14 @@ class Foretold:
 
     @property
     def fits(self) -> bool:
-        """Whether devices and host have enough memory."""
-        return self.planned is not None and self.forecast.fits
+        """Whether devices and host have enough memory, and the disk enough space."""
+        return self.planned is not None and self.forecast.fits and not self.disk_short_bytes
+
+    @property
+    def disk_short_bytes(self) -> int:
+        """The bytes that the disk lacks for the optimizer's state; 0 if it has room or is not used."""
+        workload = self.case.workload
+        return max(workload.disk_bytes(self.case.machines) - workload.how.drive.total_bytes, 0)
 
     @property
     def tokens_per_s(self) -> float:
@@ -207,6 +224,8 @@ def _planned(count: int, search: Search, case: Case, *, settles: bool) -> Planne
         tasks=tasks,
         traffic_bytes=traffic,
         network_ms=traffic / (case.network.gb_s * 1e6),
+        disk_ms=case.workload.how.drive.ms(case.workload.disk_bytes(case.machines)),
+        waits_for_disk=case.workload.how.is_sync,
     )
 
 

@@ -39,6 +39,13 @@ def _size(flag: str, text: str) -> int:
 _RATE = positive("RATE", "a number above 0, such as 25", least=1e-6, most=1e9)
 
 
+def _two_rates(flag: str, text: str) -> tuple[float, float]:
+    parts = text.split("/")
+    if len(parts) != 2:
+        raise Refused(f"{flag} must be two rates, such as 7/6, but is {text!r}")
+    return _RATE.read(flag, parts[0]), _RATE.read(flag, parts[1])
+
+
 def _config_file(flag: str, text: str) -> Path:
     given = path().read(flag, text)
     if model_named(given) is not None:
@@ -195,6 +202,19 @@ class PlanOptions(AdapterOptions):
     pack: str | None = shared.pack()
     optimizer: str = shared.optimizer()
     optimizer_state: str = option(shared.MOMENTS, shared.OPTIMIZER_STATE, "fp32")
+    disk_bytes: int | None = option(
+        "keep the optimizer's moments on a disk of this size, such as 2TB",
+        Kind("SIZE", _size),
+        shown="none",
+        name="disk",
+    )
+    disk_gb_s: tuple[float, float] | None = option(
+        "10^9 bytes a second that --disk reads and writes, such as 7/6",
+        Kind("READ/WRITE", _two_rates),
+        shown="5/4",
+        needs=("disk_bytes", ", whose rates they are"),
+    )
+    disk_tbw: float | None = shared.disk_tbw("disk_bytes")
     master: str = option(
         "split: bf16 weights are halves of their masters; steps are synchronous", shared.MASTER, "whole"
     )

@@ -26,11 +26,13 @@ from rp_engine.estimates import (
 from rp_engine.wrapping import MasterKind
 from rp_optim import Muon, muon_groups
 from rp_optim.optimizers.muon import iteration_of
+from rp_optim.places.on_disk import memory_for
 from rp_packing import expansion_bytes, packed_weights
 from rp_sched import LayerCost, Task
 from rp_transfer import Group, HostLimit, group
 from torch import nn
 
+from rp_cli.estimate.drive import NO_DISK, Drive
 from rp_cli.estimate.hardware import Machine
 from rp_cli.estimate.meta.meta_model import Packing
 from rp_cli.estimate.meta.observe import Observed, observe
@@ -47,6 +49,8 @@ OPTIM_DTYPE = torch.float32
 # Gradient, master and moments are read; master, moments and weight are written. The upper half of a split master
 # is the weight.
 _STEP_BYTES, _SPLIT_STEP_BYTES, _STEP_STATE_TIMES = 12, 10, 2
+# State on disk also comes to memory and leaves it.
+_DISK_STATE_TIMES = 4
 _WEIGHT_BYTES = 2
 # Operations of Muon's matrix products in the time of a byte of host memory: 5e12 a second, for some 16 cores with
 # AMX (two reach 0.5e12 to 0.8e12, benchmarks/results/performance.md), beside 165 GB/s.
@@ -58,7 +62,7 @@ class Training:
     """How a model is trained. `sequence`: tokens of each sequence. `optim_dtype`: of masters and moments.
 
     `is_sync`: whether steps are synchronous; masters in halves have second blocks of weights only if they are not.
-    `utilisation`: the part of the card's dense rate; None for the usual one.
+    `utilisation`: the part of the card's dense rate; None for the usual one. `drive`: where the state is.
     """
 
     sequence: int
@@ -70,6 +74,7 @@ class Training:
     is_sync: bool = True
     optim_dtype: torch.dtype = OPTIM_DTYPE
     utilisation: float | None = None
+    drive: Drive = NO_DISK
 
     @classmethod
     def of(cls, options: Any, **more: Any) -> Training:
@@ -138,6 +143,19 @@ class Workload:
             return muon_state_of(hidden, others, self.how.optim_dtype, kind)
         return state_of(self.how.optimizer, shapes, self.how.optim_dtype, kind)
 
+    def disk_bytes(self, machines: int = 1) -> int:
+        """Return the bytes of state on the disk of the machine that owns most."""
+        return self._state_bytes(self.how.optimizer_state, self.shards(machines)) if self.how.drive.is_there else 0
+
+    def _state_memory_bytes(self, shards: Owners) -> int:
+        """Return the host memory for the state: all of it, or the blocks of it that are not on disk just then."""
+        state = self._state_bytes(self.how.optimizer_state, shards)
+        if not self.how.drive.is_there or not state:
+            return state
+        tensors = [tensor for one in self._trainable for tensor in one.tensors if shards.owns(tensor)]
+        largest = max(tensors, key=torch.Tensor.numel).numel()
+        return memory_for(state, -(-state * largest // max(shards.numel, 1)))
+
     def shards(self, machines: int) -> Owners:
         """Return the owners of parameters, for the machine that owns most."""
         every = [Shards(rank, machines) if machines > 1 else Undivided() for rank in range(machines)]
@@ -174,7 +192,8 @@ class Workload:
             else self.optimizer_bytes
         )
         own = _SPLIT_STEP_BYTES if self.how.master == "split" else _STEP_BYTES
-        moved = own * self.trained + _STEP_STATE_TIMES * state + self._muon_flops / _MUON_FLOPS_PER_BYTE
+        times = _DISK_STATE_TIMES if self.how.drive.is_there else _STEP_STATE_TIMES
+        moved = own * self.trained + times * state + self._muon_flops / _MUON_FLOPS_PER_BYTE
         return moved * _WEIGHT_BYTES / nbytes if nbytes else 0.0
 
     @cached_property
@@ -273,7 +292,7 @@ class Workload:
             additions=additions,
             shards=shards,
         )
-        state = self._state_bytes(self.how.optimizer_state, shards)
+        state = self._state_memory_bytes(shards)
         more = HostBytes(optimizer_state=state, activations=activations)
         return MemoryForecast(self.name, "to train", blocks + more, HostBytes(), limit)
 

@@ -6,10 +6,13 @@ from typing import Any, cast
 
 import torch
 from roundpipe import Runtime
+from rp_optim import DiskError, disk_rates
+from rp_optim.disk.file import free_bytes
 from rp_trainer.errors import Refused
 
 from rp_cli.adapters.choice import Adapters
 from rp_cli.estimate.answer import as_summary
+from rp_cli.estimate.drive import NO_DISK, Drive
 from rp_cli.estimate.foretell import Case, Foretold, foretell
 from rp_cli.estimate.hardware import measured
 from rp_cli.estimate.meta.meta_model import check_positions, model_of, packing_of
@@ -41,10 +44,26 @@ def foretold(options: FineTuning, runtime: Runtime, largest_token: int, vocabula
     )
     _check_vocabulary(model, largest_token)
     check_positions(model, options.sequence)
-    how = Training.of(options, is_sync=options.sync, optim_dtype=getattr(torch, options.optim_dtype))
+    how = Training.of(
+        options, is_sync=options.sync, optim_dtype=getattr(torch, options.optim_dtype), drive=_drive(options)
+    )
     workload = Workload.of(model, how, packing_of(config_file(options), options.pack))
     machine = measured(runtime, getattr(torch, str(options.dtype)))
     return foretell(Case(workload, machine, options.batch, options.num_microbatch, _network(runtime)))
+
+
+def _drive(options: FineTuning) -> Drive:
+    """Return the disk that the options name, with its rates as measured now. Raises `Refused` if there is none."""
+    if options.disk is None:
+        return NO_DISK
+    directories = list(map(str, options.disk))
+    try:
+        rates = disk_rates(directories)
+    except DiskError as error:
+        raise Refused(f"--disk: {error}") from error
+    # Striped evenly, so the fullest counts.
+    total = len(directories) * min(map(free_bytes, directories))
+    return Drive(total, rates.read_gb_s, rates.write_gb_s, options.disk_tbw or 0.0, is_measured=True)
 
 
 def _network(runtime: Runtime) -> Network:
@@ -74,9 +93,14 @@ def summary(answer: Foretold) -> str:
     if answer.device_short_bytes:
         short, what = answer.device_short_bytes, "a device's"
         hint = "lower --sequence, or raise --num-microbatch up to --batch"
+    elif answer.disk_short_bytes:
+        raise Refused(
+            f"this does not fit: --disk is short by {answer.disk_short_bytes / _GB:.3g} GB; free some, name more "
+            "directories, or use --optimizer-state 8bit"
+        )
     elif not answer.forecast.fits:
         short, what = answer.forecast.short_bytes, "host"
-        hint = "use --lora, --master split, --optimizer-state 8bit, or --optimizer lion or adafactor"
+        hint = "use --lora, --master split, --optimizer-state 8bit, --disk, or --optimizer lion or adafactor"
     else:
         return text
     raise Refused(

@@ -117,6 +117,13 @@ _STEPS = whole(1, MOST_STEPS)
 _tuning = partial(option, group="fine-tuning")
 
 
+def _directories(flag: str, text: str) -> tuple[Path, ...]:
+    return tuple(path().read(flag, part) for part in text.split(","))
+
+
+_DIRECTORIES = Kind("DIR[,DIR...]", _directories, is_place=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FineTuning(AdapterOptions):
     """The options of a fine-tuning, each declared by its field.
@@ -151,6 +158,13 @@ class FineTuning(AdapterOptions):
         is_free=True,
     )
     optimizer_state: str = option(f"{shared.MOMENTS}; bf16 and 8bit are rounded", shared.OPTIMIZER_STATE, "fp32")
+    disk: tuple[Path, ...] | None = option(
+        "keep the optimizer's moments in files there, in each in turn, and not in memory",
+        _DIRECTORIES,
+        shown="in memory",
+        is_free=True,
+    )
+    disk_tbw: float | None = shared.disk_tbw()
     seed: int = option("seed of the weights and of the order of the data", _SEED, "0")
     devices: str | None = option(shared.ON_DEVICES, DEVICES, shown="all GPUs, else cpu:2")
     output: Path | None = option(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rp_cli.options.declared import Reading, option
-from rp_cli.options.kinds import FLAG, Kind, one_of, whole
+from rp_cli.options.kinds import FLAG, Kind, one_of, positive, whole
 
 # Above what any job needs: a larger value is a mistake that would otherwise exhaust time or memory.
 MOST_STEPS = 10**9
@@ -45,6 +45,12 @@ def optimizer(**more: Any) -> Any:
     """Declare ``--optimizer``."""
     names = f"{', '.join(OPTIMIZERS[:-1])} or {OPTIMIZERS[-1]}"
     return option(names, one_of(OPTIMIZERS, "NAME"), "adamw", **more)
+
+
+def disk_tbw(disk: str = "disk") -> Any:
+    """Declare ``--disk-tbw``. `disk`: the field of ``--disk``."""
+    words = "10^12 bytes that may be written in the life of --disk, as its data sheet says"
+    return option(words, positive("TB"), shown="unknown", needs=(disk, ", whose life it is"), is_free=True)
 
 
 def of_batch(others: Reading) -> Kind:

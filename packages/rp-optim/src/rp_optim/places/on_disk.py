@@ -98,6 +98,16 @@ def read_option(optimizer: str, state: StateOption) -> tuple[str, StatePlace]:
     return disk.kind, OnDisk(disk)
 
 
+def memory_for(state_bytes: int, largest_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
+    """Return the host memory for so much state on disk. `largest_bytes`: that of the parameter with most.
+
+    >>> memory_for(64 << 30, 2 << 30) >> 30
+    4
+    """
+    largest = max(largest_bytes, min(block_bytes, state_bytes))
+    return min(state_bytes, largest + max(largest, _AHEAD * block_bytes))
+
+
 @dataclass(slots=True)
 class _Home:
     """Where a parameter's state is: its block, and each tensor's offset there. `present`: those with values."""
@@ -235,8 +245,7 @@ class OnDisk:
     # Layout
 
     def _memory_for(self, sizes: Sequence[int]) -> int:
-        largest = max(sizes, default=0)
-        return min(sum(sizes), largest + max(largest, _AHEAD * self._disk.block_bytes))
+        return memory_for(sum(sizes), max(sizes, default=0), self._disk.block_bytes)
 
     def _lay_out(self, outlines: Mapping[torch.Tensor, Outline]) -> None:
         homes, sizes = _laid_out(outlines, self._disk.block_bytes)

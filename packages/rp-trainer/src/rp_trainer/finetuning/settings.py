@@ -43,11 +43,12 @@ class Settings:
 
     `lr`: the highest learning rate. `warm_up`: steps in which the rate rises or, below 1, a part of all steps.
     `schedule`: ``"cosine"`` or ``"constant"`` afterwards. `optimizer`: a name of `rp_optim.OPTIMIZERS`;
-    `optimizer_state`: ``"fp32"``, ``"bf16"`` or ``"8bit"``; `betas`: None for the optimizer's own. `clip`: the
-    largest norm of the gradients; 0: any. `sync`: wait for each optimizer step. `step_in_backward`: as the model
-    was wrapped; needs ``clip=0`` and one call a step. `eval_every`: steps between evaluations, beside those
-    before the first step and after the last. `early_stopping`: end after so many evaluations in a row
-    whose loss is not lower than the lowest by more than `early_stopping_threshold`. `save_every`, `save_minutes`:
+    `optimizer_state`: ``"fp32"``, ``"bf16"`` or ``"8bit"``; `disk`: directories for files of it; None: memory.
+    `betas`: None for the optimizer's own. `clip`: the largest norm of the gradients; 0: any. `sync`: wait for each
+    optimizer step. `step_in_backward`: as the model was wrapped; needs ``clip=0`` and one call a step.
+    `eval_every`: steps between evaluations, beside those before the first step and after the last.
+    `early_stopping`: end after so many evaluations in a row whose loss is not lower than the lowest by more than
+    `early_stopping_threshold`. `save_every`, `save_minutes`:
     steps or minutes between checkpoints.
     `keep`: how many checkpoints are kept, beside the best. `profile`: a file for a trace. `metrics`: write them,
     where anything is kept.
@@ -64,6 +65,7 @@ class Settings:
     schedule: str = "cosine"
     optimizer: str = "adamw"
     optimizer_state: str = "fp32"
+    disk: tuple[Path, ...] | None = None
     betas: tuple[float, float] | None = None
     weight_decay: float = 0.01
     clip: float = 1.0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from roundpipe import RoundPipe, optim
-from rp_optim import OPTIMIZERS
+from rp_optim import OPTIMIZERS, Disk, DiskError
+from rp_optim.kernels.packed import StateKind
+from rp_optim.places.on_disk import StateOption
 from torch import nn
 
 from rp_trainer.errors import Diverged, Refused
@@ -28,11 +30,18 @@ def stepped(model: RoundPipe, settings: Settings) -> SteppedByEngine:
         groups, betas = _for_muon(model, groups, betas), {}
     try:
         optimizer: torch.optim.Optimizer = OPTIMIZERS[settings.optimizer](
-            groups, lr=settings.lr, state=settings.optimizer_state, **betas
+            groups, lr=settings.lr, state=_state(settings), **betas
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, DiskError) as error:
         raise Refused(f"optimizer {settings.optimizer}: {error}") from error
     return SteppedByEngine(model, optimizer, asynchronous=not settings.sync)
+
+
+def _state(settings: Settings) -> StateOption:
+    if settings.disk is None:
+        return settings.optimizer_state
+    kind = cast("StateKind", settings.optimizer_state)
+    return Disk(*map(str, settings.disk), kind=kind)
 
 
 def launch(optimizer: SteppedByEngine, settings: Settings, step: int) -> float | None:
