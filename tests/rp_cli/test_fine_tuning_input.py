@@ -47,7 +47,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finetuning.json_lines(here / "lists.jsonl", [{"prompt": [], "completion": "one"}])
     finetuning.json_lines(here / "hollow.jsonl", [{"prompt": "one", "completion": ""}])
     finetuning.json_lines(here / "roles.jsonl", [{"messages": [{"content": "one"}]}])
-    parts = {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "image", "url": "cat.png"}]}
+    parts = {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "video", "url": "cat.mp4"}]}
     finetuning.json_lines(here / "parts.jsonl", [{"messages": [parts]}])
     finetuning.json_lines(here / "null.jsonl", [{"messages": [{"role": "user", "content": None}]}])
     (here / "half.jsonl").write_text('{"text": "one \\ud83d\\ude00"}\n{"text": "one \\uD83D"}\n')
@@ -130,7 +130,7 @@ WRONG = {
     "a prompt that is a number": (["--data", "numbers.jsonl"], "'prompt' must be text, but is a int"),
     "a prompt that is a list": (["--data", "lists.jsonl"], "write conversations as 'messages'"),
     "messages without roles": (["--data", "roles.jsonl"], "each message must have a 'role'"),
-    "contents in parts": (["--data", "parts.jsonl"], "or parts of type 'text', but one is {'type': 'image'"),
+    "contents in parts": (["--data", "parts.jsonl"], "one is {'type': 'video'"),
     "no content": (["--data", "null.jsonl"], "each message must have a 'role' and a 'content'"),
     "half of a character": (["--data", "half.jsonl"], "half.jsonl:2 must be text, but has half of a surrogate"),
     "no messages": (["--data", "silent.jsonl"], "a list of at least one message"),

@@ -4,12 +4,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning.training import spoilt_weight
 from torch import Tensor
 
+# Tokens that stand for images, videos or sounds, in configs of transformers.
+_OF_MEDIA = re.compile(r"(image|video|audio|vision|boi|eoi|boa|eoa).*token.*(_id|_index)$")
 # Two documents, whose lengths differ so that positions differ, too.
 _FIRST, _SECOND = 7, 9
 # The most change of a document's logits by packing, as a part of the change by joining; rounding may be more.
@@ -17,15 +22,15 @@ _OF_JOINED = 0.1
 _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
-def check_causality(model: RoundPipe, vocabulary: int, *, is_packed: bool) -> None:
+def check_causality(model: RoundPipe, vocabulary: int, *, is_packed: bool, shaped: Sequence[str] = ()) -> None:
     """Raise `Refused` unless logits are the same whatever comes later, and for weights that are not finite.
 
     If documents are packed, a document's logits must also be the same after another document as alone. One call
     compares the sequences: one text with two ends; and a document after another with restarted positions, and at
     the beginning. Models of transformers derive a mask from the positions, unless their code lacks that; models
-    that carry a state along, such as Mamba, have no mask.
+    that carry a state along, such as Mamba, have no mask. `shaped`: what a processor has for each token: zeros.
     """
-    logits = _logits(model, vocabulary, is_packed=is_packed)
+    logits = _logits(model, vocabulary, is_packed=is_packed, shaped=shaped)
     rounding = _ROUNDING.get(next(model.named_model.parameters()).dtype, max(_ROUNDING.values()))
     name = type(model.named_model).__name__
     later = _change(logits[1, :_FIRST], logits[0, :_FIRST])
@@ -46,9 +51,11 @@ def check_causality(model: RoundPipe, vocabulary: int, *, is_packed: bool) -> No
         )
 
 
-def _logits(model: RoundPipe, vocabulary: int, *, is_packed: bool) -> Tensor:
+def _logits(model: RoundPipe, vocabulary: int, *, is_packed: bool, shaped: Sequence[str]) -> Tensor:
     """Return the logits of each of the sequences."""
     inputs = _sequences(vocabulary, is_packed=is_packed)
+    inputs["input_ids"] = _as_text(inputs["input_ids"], getattr(model.named_model, "config", None))
+    inputs |= {name: torch.zeros_like(inputs["input_ids"]) for name in shaped}
     was_training = model.training
     model.eval()
     try:
@@ -64,6 +71,16 @@ def _logits(model: RoundPipe, vocabulary: int, *, is_packed: bool) -> Tensor:
     if not bool(logits.isfinite().all()) and (problem := spoilt_weight(model, "--model")) is not None:
         raise Refused(problem)
     return logits.float()
+
+
+def _as_text(tokens: Tensor, config: object) -> Tensor:
+    """Return tokens with others for those that stand for images and sounds, by a model's config."""
+    others: dict[str, object] = {} if config is None else vars(config)
+    avoided = {one for name, one in others.items() if _OF_MEDIA.search(name) and isinstance(one, int)}
+    for token in sorted(avoided):
+        free = next(one for one in range(len(avoided) + 1) if one not in avoided)
+        tokens = tokens.where(tokens != token, torch.tensor(free))
+    return tokens
 
 
 def _sequences(vocabulary: int, *, is_packed: bool) -> dict[str, Tensor]:

@@ -24,10 +24,17 @@ from rp_cli.finetune.options import FineTuning
 _GB = 1e9
 
 
-def foretold(options: FineTuning, runtime: Runtime, largest_token: int, vocabulary: int | None = None) -> Foretold:
+def foretold(
+    options: FineTuning,
+    runtime: Runtime,
+    largest_token: int,
+    vocabulary: int | None = None,
+    *,
+    with_images: bool = False,
+) -> Foretold:
     """Plan the training on this machine, with the fastest number of microbatches unless one is given.
 
-    `vocabulary`: how many tokens the model is enlarged for.
+    `vocabulary`: how many tokens the model is enlarged for. `with_images`: whether the data has some.
 
     Raises `Refused` for a model that cannot be created, and tokens and positions that it does not have.
     """
@@ -41,6 +48,7 @@ def foretold(options: FineTuning, runtime: Runtime, largest_token: int, vocabula
         dtype=getattr(torch, str(options.dtype)),
         pack=options.pack,
         vocabulary=vocabulary,
+        with_images=with_images,
     )
     _check_vocabulary(model, largest_token)
     check_positions(model, options.sequence)

@@ -19,6 +19,8 @@ from rp_cli.adapters.choice import Adapters
 from rp_cli.adapters.making import adapt
 from rp_cli.adapters.vocabulary import grow
 from rp_cli.estimate.meta.meta_model import config_of, try_if_unusual
+from rp_cli.estimate.meta.model_class import model_class, sees
+from rp_cli.finetune.data.images.processor import Sight, has_processor, sight_of
 from rp_cli.finetune.options import FineTuning
 from rp_cli.hub.models import called
 from rp_cli.runs.trained_on import identity_of, write_beside
@@ -117,6 +119,20 @@ def loader_of(options: FineTuning) -> Callable[[], Any]:  # Any: each model has 
     return load
 
 
+def sight_for(options: FineTuning) -> Sight | str:
+    """Return what makes inputs of images, as the model's own processor does; or why there is none, in words.
+
+    Raises `Refused` for a processor that cannot be used, or takes no such bounds of pixels.
+    """
+    config = config_of(config_file(options), is_stored=options.pack == STORED)
+    if not sees(config):
+        return f"--model {options.model} reads none: it is a {config.model_type}"
+    folder = options.tokenizer or config_file(options).parent
+    if not has_processor(folder):
+        return f"there is no processor in {folder} (processor_config.json); name a folder that has one"
+    return sight_of(folder, {"min_pixels": options.min_pixels, "max_pixels": options.max_pixels})
+
+
 def pad_of(tokenizer: Any) -> int:
     """Return the token that pads sequences; no label and no other document attends to it."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)
@@ -124,11 +140,16 @@ def pad_of(tokenizer: Any) -> int:
 
 
 def wrapped(
-    options: FineTuning, runtime: Runtime, num_microbatch: int, vocabulary: int | None = None
+    options: FineTuning,
+    runtime: Runtime,
+    num_microbatch: int,
+    vocabulary: int | None = None,
+    *,
+    with_images: bool = False,
 ) -> RoundPipe:
     """Load and wrap the model, with adapters if requested, ready to train.
 
-    `vocabulary`: how many tokens it is enlarged for.
+    `vocabulary`: how many tokens it is enlarged for. `with_images`: whether it reads some.
 
     Raises `Refused` for a model that is not a row of layers and for adapters that match nothing in it;
     `HostMemoryShort`.
@@ -149,9 +170,11 @@ def wrapped(
         warnings.simplefilter("ignore", FutureWarning)
         # For random weights, and adapters, whose first matrix is random.
         torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
-        model = _wrapped(options, wrapping, vocabulary)
+        model = _wrapped(options, wrapping, vocabulary, with_images)
     # Writing a checkpoint would show bars beside the training's own.
     without_bars()
+    if with_images and (reason := getattr(model.model, "refuses_images", "")):
+        raise Refused(f"--model {options.model} cannot be trained on images by this command: {reason}")
     return cast(RoundPipe, model.train())
 
 
@@ -164,7 +187,7 @@ def without_bars() -> None:
     warnings.filterwarnings("ignore", _SAVES_EMBEDDINGS)
 
 
-def _wrapped(options: FineTuning, wrapping: dict[str, Any], vocabulary: int | None) -> Any:
+def _wrapped(options: FineTuning, wrapping: dict[str, Any], vocabulary: int | None, with_images: bool) -> Any:
     dtype = getattr(torch, str(options.dtype))
     adapters = _adapter(options)
 
@@ -177,41 +200,40 @@ def _wrapped(options: FineTuning, wrapping: dict[str, Any], vocabulary: int | No
         refusing(f"--model {options.model} cannot be trained by this command: ", (UnsupportedModel,)),
         unasked(),
     ):
-        return _made(options, changed, dtype, wrapping)
+        return _made(options, changed, dtype, wrapping, with_images)
 
 
 def _made(
-    options: FineTuning, adapt: Callable[[Any], nn.Module], dtype: torch.dtype, wrapping: dict[str, Any]
+    options: FineTuning,
+    adapt: Callable[[Any], nn.Module],
+    dtype: torch.dtype,
+    wrapping: dict[str, Any],
+    with_images: bool,
 ) -> Any:
+    config = config_of(config_file(options), is_stored=options.pack == STORED)
+    maker = model_class(config, with_images=with_images)
     if has_weights(options):
         own: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False, "pack": options.pack}
-        return from_pretrained(options.model, _model_class(options), adapt=adapt, **own, **wrapping)
-    return wrap_model_to_roundpipe(adapt(_packed(options, _random(options, dtype))), **wrapping)
-
-
-def _model_class(options: FineTuning) -> type[Any] | None:
-    """What loads the model. Packed weights that stay as stored are put together elsewhere."""
-    return None if options.pack == STORED else _Whole
+        # Packed weights that stay as stored are put together elsewhere.
+        loader: Any = maker if options.pack == STORED else _Whole(maker)
+        return from_pretrained(options.model, loader, adapt=adapt, **own, **wrapping)
+    return wrap_model_to_roundpipe(adapt(_packed(options, _random(maker, config, dtype))), **wrapping)
 
 
 class _Whole:
-    """`AutoModelForCausalLM` for checkpoints that have all its weights: transformers draws others at random."""
+    """One of transformers' auto classes for checkpoints that have all weights: it draws others at random."""
 
-    @staticmethod
-    def from_config(config: Any, **given: Any) -> nn.Module:
+    def __init__(self, maker: Any) -> None:
+        self._maker = maker
+
+    def from_config(self, config: Any, **given: Any) -> nn.Module:
         """The model of a configuration, with random weights."""
-        from transformers import AutoModelForCausalLM
-
-        maker: Any = AutoModelForCausalLM
         given.pop("trust_remote_code", None)
-        return maker.from_config(config, trust_remote_code=False, **given)
+        return self._maker.from_config(config, trust_remote_code=False, **given)
 
-    @staticmethod
-    def from_pretrained(directory: str, **given: Any) -> nn.Module:
+    def from_pretrained(self, directory: str, **given: Any) -> nn.Module:
         """The model. Raises `Refused` if weights are missing; tells of those that it has no use for."""
-        from transformers import AutoModelForCausalLM
-
-        loader: Any = AutoModelForCausalLM
+        loader = self._maker
         given.pop("trust_remote_code", None)
         model, keys = loader.from_pretrained(directory, output_loading_info=True, trust_remote_code=False, **given)
         missing, unused = (sorted(map(str, keys[name])) for name in ("missing_keys", "unexpected_keys"))
@@ -239,11 +261,7 @@ def _packed(options: FineTuning, model: nn.Module) -> nn.Module:
     return model
 
 
-def _random(options: FineTuning, dtype: torch.dtype) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    loader, maker = cast("tuple[Any, Any]", (AutoConfig, AutoModelForCausalLM))
-    config = loader.from_pretrained(str(config_file(options)), local_files_only=True, trust_remote_code=False)
+def _random(maker: Any, config: Any, dtype: torch.dtype) -> nn.Module:
     # Drawn in one dtype, so that a seed gives the same weights in each.
     drawn = maker.from_config(config, dtype=torch.float32, trust_remote_code=False)
     if dtype == torch.float32:
@@ -269,7 +287,7 @@ def trained_on(options: FineTuning) -> dict[str, Any] | None:
 
 
 def save_model(model: RoundPipe, tokenizer: Any, identity: dict[str, Any] | None, folder: Path) -> None:
-    """Write the model, or its adapters, and the tokenizer as `save_pretrained` does.
+    """Write the model, or its adapters, and the tokenizer or the processor as `save_pretrained` does.
 
     `identity`: of the model that the adapters are for, see `trained_on`.
     """

@@ -32,6 +32,7 @@ from rp_cli.options.shared import MOST_STEPS, WITH_BETAS
 # The model where none is given: a configuration, so that weights are random, and a tokenizer of bytes.
 TINY = Path(__file__).parent / "tiny"
 _MINUTES = "min"
+_PIXELS = whole(1, 2**26)
 _DTYPE = one_of(
     ("float32", "bfloat16"),
     hints={"float16": "; float16 needs scaled losses, which this command does not have: use bfloat16"},
@@ -263,6 +264,12 @@ class FineTuning(AdapterOptions):
         "learn completions and what the assistant says, instead of everything", FLAG, False
     )
     skip_bad_rows: bool = _tuning("omit rows of the data that cannot be used, and tell which", FLAG, False)
+    min_pixels: int | None = _tuning(
+        "of an image: smaller ones are enlarged", _PIXELS, shown="the processor's own number"
+    )
+    max_pixels: int | None = _tuning(
+        "of an image: larger ones are made smaller", _PIXELS, shown="the processor's own number"
+    )
     resize_embeddings: bool = _tuning(
         "enlarge the model's embeddings for tokens that were added to the tokenizer", FLAG, False
     )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, redirect_stdout
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from datetime import datetime
 from functools import partial
 from typing import Any
 
 from roundpipe import RoundPipe, Runtime
 from rp_sched.report.render import svg
-from rp_trainer.finetuning import Evaluation, InFolder, Outcome, Report, taken
+from rp_trainer.errors import Refused
+from rp_trainer.finetuning import InFolder, Outcome, Report, taken
 from rp_trainer.finetuning import fine_tune as train
 from rp_trainer.finetuning.files import MODEL, check_profile, has_run
 from rp_trainer.finetuning.folder import Folder
@@ -23,20 +24,14 @@ from rp_trainer.processes import ALONE, Processes
 from rp_cli.adapters.making import check_installed
 from rp_cli.finetune.beginning import begun_from
 from rp_cli.finetune.causality import check_causality
-from rp_cli.finetune.data.batches import Sequences, Steps
-from rp_cli.finetune.data.documents import Documents, held_out
-from rp_cli.finetune.data.gathered import Gathered
-from rp_cli.finetune.data.library import library_source
-from rp_cli.finetune.data.reading import Manner, check_some, read_all
 from rp_cli.finetune.devices import fitted, opened
 from rp_cli.finetune.fetching import fetch_weights, is_on_hub, without_names
 from rp_cli.finetune.forecast import foretold, summary, vocabulary_of
+from rp_cli.finetune.inputs import Data, described, read_data
 from rp_cli.finetune.model import (
     check_folders,
     check_model,
     check_weights,
-    loader_of,
-    pad_of,
     save_model,
     trained_on,
     without_bars,
@@ -55,24 +50,6 @@ from rp_cli.telling.trackers import Tracked, check_trackers
 
 _FLAGS = {name: one.flag for name, one in declared(FineTuning).items() if name in Names.__dataclass_fields__}
 NAMES = Names(**_FLAGS, folder="--output", same_call="the same command with")
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """The data to train on and to evaluate on.
-
-    `digest`: of all data. `steps`: of the whole training. `clock`: the time that chat templates saw. `notes`: what
-    else users are told of it.
-    """
-
-    training: Documents
-    batches: Steps
-    evaluation: Evaluation | None
-    sequences: Sequences
-    digest: str
-    steps: int
-    clock: datetime
-    notes: Sequence[str]
 
 
 def fine_tune(given: FineTuning, processes: Processes | None = None) -> None:
@@ -112,6 +89,7 @@ def _fine_tune(given: FineTuning, processes: Processes, folder: Folder | None) -
     # The first machine's, so that all make the same tokens.
     clock = datetime.fromisoformat(processes.lead(lambda: clock_of(given).isoformat()))
     options, tokenizer, data = processes.all(lambda: _inputs(given, clock))
+    _check_alone(data, processes)
     processes.same(_facts(options, data))
     if processes.lead(lambda: _is_finished(options, data)):
         say(f"the run in {options.output} is finished; nothing is left to do")
@@ -125,11 +103,18 @@ def _fine_tune(given: FineTuning, processes: Processes, folder: Folder | None) -
         # Last: they are large, and all else is known to be usable.
         processes.all(lambda: _fetch_weights(given, options))
         identity = processes.lead(lambda: _identity(options))
-        say(f"{_beginning(given, options)}{_described(options, data)}\n{plan}")
+        say(f"{_beginning(given, options)}{described(options, data)}\n{plan}")
         page = partial(Page, plan=plan, timeline=timeline)
-        model = wrapped(options, runtime, count, tokens)
+        model = wrapped(options, runtime, count, tokens, with_images=data.sight is not None)
         outcome = _train(options, tokenizer, data, model, processes, folder, page, identity)
     _tell(outcome)
+
+
+def _check_alone(data: Data, processes: Processes) -> None:
+    if data.sight is not None and processes.size > 1:
+        raise Refused(
+            f"images are trained on by one process, but there are {processes.size}; start it without torchrun"
+        )
 
 
 def _tell(outcome: Outcome) -> None:
@@ -147,7 +132,13 @@ def _inputs(given: FineTuning, clock: datetime) -> tuple[FineTuning, Any, Data]:
     check_model(options)
     if not is_on_hub(given):
         check_weights(options)
-    return options, *_read(options, clock)
+    tokenizer, data = read_data(options, clock)
+    return _for_data(options, data), tokenizer, data
+
+
+def _for_data(options: FineTuning, data: Data) -> FineTuning:
+    """Return the options that data with images allows: a sample in each sequence."""
+    return options if data.sight is None else replace(options, packing=False)
 
 
 def _extend(options: FineTuning, data: Data) -> None:
@@ -191,74 +182,6 @@ def _check_installed(options: FineTuning) -> None:
     check_trackers(options.report)
 
 
-# Data
-
-
-def _read(options: FineTuning, clock: datetime) -> tuple[Any, Data]:
-    """Return the tokenizer and the tokenized data."""
-    given = [("--data", library_source() if options.data is None else options.data)]
-    if options.eval_data is not None:
-        given.append(("--eval-data", options.eval_data))
-    load = loader_of(options)
-    manner = Manner(options.sequence, options.completions_only, options.skip_bad_rows, clock)
-    # A file without a name, if memory is short, is where there is room for the results.
-    gather = partial(Gathered, options.output)
-    tokenizer, _, (training, *others) = read_all(load, given, manner, gather)
-    for (option, paths), documents in zip(given, (training, *others), strict=True):
-        check_some(f"{option} {', '.join(map(str, paths))}", options.sequence, documents)
-    return tokenizer, _data(options, tokenizer, training, others[0] if others else None, clock)
-
-
-def _data(
-    options: FineTuning, tokenizer: Any, training: Documents, evaluated: Documents | None, clock: datetime
-) -> Data:
-    notes = [*training.notes.lines("--data"), *(evaluated.notes.lines("--eval-data") if evaluated else ())]
-    if evaluated is None and options.held_out:
-        training, evaluated = held_out(training, options.held_out)
-    pad = pad_of(tokenizer)
-    sequences = _sequences(options, training, options.data_weights)
-    batches = Steps(sequences, batch=options.batch, accumulation=options.accumulation, pad=pad)
-    evaluation = (
-        None if evaluated is None else Evaluation(_sequences(options, evaluated).batches(options.batch, pad))
-    )
-    digest = training.digest() if evaluated is None else f"{training.digest()} {evaluated.digest()}"
-    steps = options.steps or batches.in_epochs(options.epochs or 1)
-    largest = max(training.largest, 0 if evaluated is None else evaluated.largest, pad)
-    return Data(replace(training, largest=largest), batches, evaluation, sequences, digest, steps, clock, notes)
-
-
-def _sequences(options: FineTuning, documents: Documents, weights: Sequence[float] | None = None) -> Sequences:
-    return Sequences(documents, size=options.sequence, packing=options.packing, seed=options.seed, weights=weights)
-
-
-def _described(options: FineTuning, data: Data) -> str:
-    documents, counts = data.training, data.training.counts
-    rows = data.sequences.in_epoch
-    form = "packed into" if options.packing else "in"
-    filled = f", {documents.tokens / (rows * options.sequence):.0%} full" if options.packing else ""
-    lines = [
-        f"data: {counts.samples:,} samples; to train on, {documents.tokens:,} tokens, {documents.labels:,} of "
-        f"which are learned, {form} {rows:,} sequences of {options.sequence}{filled}"
-    ]
-    if counts.longer:
-        lost = ""
-        if counts.needs is not None:
-            lost = (
-                f"; {counts.lost} have nothing left to learn and are omitted, which --sequence {counts.needs[1]} "
-                "would not do"
-            )
-        lines.append(
-            f"{counts.longer:,} samples are longer than --sequence {options.sequence}: texts continue in further "
-            f"sequences, others are cut{lost}"
-        )
-    lines += data.notes
-    if not documents.has_end:
-        lines.append("the tokenizer has no token for the end of a text, so texts end without one")
-    epochs = data.steps * data.batches.rows / rows
-    lines.append(f"{data.steps:,} steps of {data.batches.rows} sequences, {epochs:.3g} epochs")
-    return "\n".join(lines)
-
-
 # Training
 
 
@@ -272,14 +195,16 @@ def _train(
     page: Callable[..., Page],
     identity: dict[str, Any] | None,
 ) -> Outcome:
-    check_causality(model, vocabulary_of(model.named_model), is_packed=options.packing)
+    shaped = () if data.sight is None else data.training.shaped
+    check_causality(model, vocabulary_of(model.named_model), is_packed=options.packing, shaped=shaped)
     settings = settings_of(options, data.steps)
     processes.lead(lambda: _extend(options, data))
+    saved_beside = tokenizer if data.sight is None else data.sight.processor
 
     def kept_in(folder: Folder) -> InFolder:
         facts = {**options.jsonable(), "data_digest": data.digest, CLOCK: data.clock.isoformat()}
         facts |= {} if identity is None else {KEY: identity}
-        return InFolder(folder, partial(save_model, model, tokenizer, identity), options=facts)
+        return InFolder(folder, partial(save_model, model, saved_beside, identity), options=facts)
 
     def reports(done: int) -> Iterator[Report]:
         if options.output is not None:
@@ -333,7 +258,13 @@ def _planned(
     """
 
     def plan(count: int | None) -> tuple[int, str, str]:
-        answer = foretold(replace(options, num_microbatch=count), runtime, data.training.largest, vocabulary)
+        answer = foretold(
+            replace(options, num_microbatch=count),
+            runtime,
+            data.training.largest,
+            vocabulary,
+            with_images=data.sight is not None,
+        )
         text = summary(answer)
         assert answer.planned is not None
         return answer.planned.microbatches, text, svg(answer.planned.timeline())

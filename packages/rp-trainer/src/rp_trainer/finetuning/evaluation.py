@@ -44,18 +44,22 @@ class Evaluation:
 
         The devices compute the losses: a batch's logits would fill the host's memory.
         """
-        counted = [(batch, count) for batch in self._batches if (count := labels_in(batch, model))]
-        if not counted:
-            raise Refused("no label of the held-out data counts, so it has no loss")
         losses: list[float] = []
-        for batch in (_for_each(batch, machines) for batch, _ in counted):
+        counts: list[int] = []
+        # One after another: a batch may be made when it is asked for, of much memory.
+        for number, batch in enumerate(self._batches):
+            count = labels_in(batch, model)
+            if not count:
+                continue
             if interruption.is_asked():
                 return None
-            told(len(losses), len(counted))
+            told(number, len(self._batches))
             # The last batch may have fewer sequences.
-            settings = settings_for(model, batch)
-            losses.append(model.loss(input_kwargs=batch, run_config=settings).item())
-        counts = [count for _, count in counted]
+            whole = _for_each(batch, machines)
+            losses.append(model.loss(input_kwargs=whole, run_config=settings_for(model, whole)).item())
+            counts.append(count)
+        if not losses:
+            raise Refused("no label of the held-out data counts, so it has no loss")
         return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from rp_cli.adapters.choice import Adapters, Continued
 from rp_cli.adapters.making import adapt, saved_by
 from rp_cli.adapters.vocabulary import check_trained, grow
+from rp_cli.estimate.meta.model_class import model_class
 from rp_cli.strangers.code import told
 from rp_cli.strangers.files import check_stored
 from rp_cli.strangers.limited import Budget, limited
@@ -65,15 +66,16 @@ def model_of(
     dtype: torch.dtype | None = None,
     pack: str | None = None,
     vocabulary: int | None = None,
+    with_images: bool = False,
 ) -> nn.Module:
     """Create the model of a config file, with these adapters, if any, as PEFT makes them, and all else frozen.
 
     `dtype`: the weights'; None for the config's, bfloat16 if it has none. `pack`: see `packing_of`; this does not
-    pack the model. `vocabulary`: how many tokens it is enlarged for.
+    pack the model. `vocabulary`: how many tokens it is enlarged for. `with_images`: whether it reads some.
 
     Raises `Refused` for a config of another kind, and for adapters that do not fit the model.
     """
-    model = _made(path, config_of(path, is_stored=pack == STORED), dtype)
+    model = _made(path, config_of(path, is_stored=pack == STORED), dtype, with_images)
     if not lists_of_layers(model):
         raise Refused(
             f"--model {path}: a {type(model).__name__} has no list of layers, so there is nothing to plan"
@@ -246,10 +248,8 @@ def _check_layers(path: Path, fields: dict[str, object]) -> None:
             raise Refused(f"--model {path}: {name} must be at most {_MOST_LAYERS}, but is {value}")
 
 
-def _made(path: Path, config: Any, dtype: torch.dtype | None) -> nn.Module:  # Any: each has its own class
-    from transformers import AutoModelForCausalLM
-
-    maker: Any = AutoModelForCausalLM
+def _made(path: Path, config: Any, dtype: torch.dtype | None, with_images: bool) -> nn.Module:
+    maker = model_class(config, with_images=with_images)
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
     # A model's constructor is foreign code.
     what = f"--model {path}: no language model can be created from it: "

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import overload
 
 import torch
 from rp_trainer.errors import Refused
@@ -13,6 +14,7 @@ from rp_trainer.finetuning.batches import IGNORED
 from torch import Tensor
 
 from rp_cli.finetune.data.documents import Document, Documents
+from rp_cli.finetune.data.images.collating import Collator
 from rp_cli.finetune.data.packing import packed
 
 # Sequences that are not packed are padded to a multiple of this, so that few lengths occur.
@@ -24,6 +26,7 @@ class Sequences:
 
     Each epoch has every document once, in an order that depends only on the seed and the epoch. `weights`: how
     often an epoch has the documents of each source instead; with 1.5, each of them once, and half of them twice.
+    `collator`: adds the images of documents, which are not packed then.
     """
 
     def __init__(
@@ -34,8 +37,10 @@ class Sequences:
         packing: bool,
         seed: int,
         weights: Sequence[float] | None = None,
+        collator: Collator | None = None,
     ) -> None:
         self._documents = documents.all
+        self._collator = collator
         self._lengths = documents.lengths
         self._size, self._packing, self._seed = size, packing, seed
         sources = documents.sources or [len(documents.all)]
@@ -104,17 +109,47 @@ class Sequences:
         """
         return self.of([self.at(number) for number in range(first, first + count)], pad)
 
-    def batches(self, count: int, pad: int) -> list[dict[str, Tensor]]:
-        """Return all rows of the first epoch as batches of `count` rows; the last one may have fewer."""
+    def batches(self, count: int, pad: int) -> Sequence[dict[str, Tensor]]:
+        """Return all rows of the first epoch as batches of `count` rows; the last one may have fewer.
+
+        With images, each batch is made when it is asked for.
+        """
         rows = [self.at(number) for number in range(self.in_epoch)]
-        return [self.of(rows[at : at + count], pad) for at in range(0, len(rows), count)]
+        groups = [rows[at : at + count] for at in range(0, len(rows), count)]
+        made = Made(lambda at: self.of(groups[at], pad), len(groups))
+        return made if self._collator else list(made)
 
     def of(self, rows: Sequence[Sequence[Document]], pad: int) -> dict[str, Tensor]:
         """Return the arguments, as `batch` does, for these rows."""
         if self._packing:
             return _packed_rows(rows, self._size, pad)
         longest = max(len(document) for row in rows for document in row)
-        return _padded_rows([row[0] for row in rows], min(-(-longest // _STEP) * _STEP, self._size), pad)
+        documents = [row[0] for row in rows]
+        padded = _padded_rows(documents, min(-(-longest // _STEP) * _STEP, self._size), pad)
+        return self._collator.with_images(documents, padded) if self._collator else padded
+
+
+class Made(Sequence[dict[str, Tensor]]):
+    """Batches that are made when they are asked for. `make`: makes the batch of a number below `count`."""
+
+    def __init__(self, make: Callable[[int], dict[str, Tensor]], count: int) -> None:
+        self._make, self._count = make, count
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return self._count
+
+    @overload
+    def __getitem__(self, at: int) -> dict[str, Tensor]: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[dict[str, Tensor]]: ...
+    def __getitem__(self, at: int | slice) -> dict[str, Tensor] | list[dict[str, Tensor]]:
+        """Make a batch, or several."""
+        if isinstance(at, slice):
+            return [self[one] for one in range(*at.indices(self._count))]
+        if not 0 <= at < self._count:
+            raise IndexError(at)
+        return self._make(at)
 
 
 def _packed_rows(rows: Sequence[Sequence[Document]], size: int, pad: int) -> dict[str, Tensor]:
@@ -169,9 +204,17 @@ class Steps:
 
     def calls(self, step: int) -> list[dict[str, Tensor]]:
         """Return the batches of step number `step`, counted from 1."""
+        return [self.call(rows) for rows in self.documents(step)]
+
+    def documents(self, step: int) -> list[list[list[Document]]]:
+        """Return the documents of each row of each batch of a step."""
         first = (step - 1) * self.rows
         starts = range(first, first + self.rows, self._batch)
-        return [self._sequences.batch(start, self._batch, self._pad) for start in starts]
+        return [[self._sequences.at(start + row) for row in range(self._batch)] for start in starts]
+
+    def call(self, rows: Sequence[Sequence[Document]]) -> dict[str, Tensor]:
+        """Return the batch of these rows."""
+        return self._sequences.of(rows, self._pad)
 
     def tokens(self, step: int) -> int:
         """Return the number of tokens of a step, without padding."""

@@ -15,15 +15,20 @@ from rp_trainer.errors import Refused
 from rp_trainer.finetuning.batches import IGNORED
 from torch import Tensor
 
+from rp_cli.finetune.data.images.pictures import Seen
 from rp_cli.finetune.data.notes import Notes
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Tokens that attend to each other. `learned`: 1 for each token that is a label, otherwise 0."""
+    """Tokens that attend to each other. `learned`: 1 for each token that is a label, otherwise 0.
+
+    `seen`: its images, if it shows some.
+    """
 
     tokens: array[int]
     learned: bytes
+    seen: Seen | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -31,7 +36,8 @@ class Document:
     @property
     def digest(self) -> bytes:
         """The SHA-256 of the document."""
-        return hashlib.sha256(self.tokens.tobytes() + self.learned).digest()
+        images = b"" if self.seen is None else self.seen.digest
+        return hashlib.sha256(self.tokens.tobytes() + self.learned + images).digest()
 
     @property
     def labels(self) -> int:
@@ -139,7 +145,8 @@ class Counts:
 class Documents:
     """All documents of some files. `has_end`: whether the tokenizer has an end token.
 
-    `sources`: how many documents each given path has, in order; empty if there is one.
+    `sources`: how many documents each given path has, in order; empty if there is one. `images`: how many they
+    show. `shaped`: what a processor has for each token of those that show some, by name.
     """
 
     all: Sequence[Document]
@@ -148,6 +155,8 @@ class Documents:
     largest: int = field(default=0)
     notes: Notes = field(default_factory=Notes)
     sources: Sequence[int] = ()
+    images: int = 0
+    shaped: Sequence[str] = ()
 
     @property
     def lengths(self) -> Sequence[int]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from rp_cli.finetune.data.images.sources import Source
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -30,7 +32,7 @@ class Chat:
 
     `tools`, `documents`: as chat templates take them. `prompted`: so many messages are a prompt, of which nothing
     counts as a completion. `plain`: what takes its place where the tokenizer has no chat template. `options`:
-    further variables of the template.
+    further variables of the template. `images`: those that parts of contents stand for, in their order.
     """
 
     place: str
@@ -40,6 +42,7 @@ class Chat:
     prompted: int = 0
     plain: Completion | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    images: Sequence[Source] = ()
 
 
 Sample = Text | Completion | Chat

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -12,6 +14,10 @@ from rp_trainer.errors import Refused
 
 from rp_cli.finetune.data.chat.turns import ChatTemplate
 from rp_cli.finetune.data.documents import Counts, Document, Documents
+from rp_cli.finetune.data.images.decoding import decoded
+from rp_cli.finetune.data.images.pictures import Picture, Seen
+from rp_cli.finetune.data.images.processor import Sight
+from rp_cli.finetune.data.images.sources import Source
 from rp_cli.finetune.data.notes import Notes
 from rp_cli.finetune.data.samples import Chat, Completion, Sample, Text, bytes_of
 from rp_cli.strangers.limited import Unlimited
@@ -21,6 +27,7 @@ _AT_ONCE = 256
 # A letter has up to four bytes, and normalizing makes up to 18 letters of one.
 _TOKENS_PER_LETTER = 72
 _MOST_TOKENS = 1024
+_PROCESSOR_BYTES = 2**22
 
 
 class Reader:
@@ -28,7 +35,7 @@ class Reader:
 
     `completions_only`: learn only completions and the assistant's messages, instead of everything. `clock`: the
     time that chat templates see. `budget`: told of what is tokenized next. `notes`: whether samples that cannot be
-    learned from are omitted, and what is noticed.
+    learned from are omitted, and what is noticed. `sight`: loads what reads images, or says why there are none.
     """
 
     def __init__(
@@ -40,7 +47,12 @@ class Reader:
         clock: datetime | None = None,
         budget: Unlimited | None = None,
         notes: Notes | None = None,
+        sight: Callable[[], Sight | str] = lambda: "this command reads text alone",
     ) -> None:
+        self._load_sight = sight
+        # Images without a file, by digest, until they are sent on; and what the processor has for each token.
+        self.inline: dict[str, bytes] = {}
+        self.shaped: set[str] = set()
         self._budget = budget or Unlimited()
         self._clock, self.notes = clock, notes or Notes()
         self._tokenizer = tokenizer
@@ -110,10 +122,40 @@ class Reader:
         self._template = template = self._template or ChatTemplate(
             self._tokenizer, clock=self._clock, notes=self.notes
         )
+        if chat.images:
+            return self._of_seeing(chat, template)
         if not self._completions_only:
             tokens = template.tokens(chat)
             return _document(tokens, [True] * len(tokens))
         return _document(*template.tokens_and_assistant(chat))
+
+    def _of_seeing(self, chat: Chat, template: ChatTemplate) -> Document:
+        """Return a conversation with images, expanded as the model's processor does."""
+        sight = self._sight
+        if isinstance(sight, str):
+            raise Refused(f"{chat.place} has images, but {sight}")
+        text, spans = template.text_and_spans(chat, assistant_only=self._completions_only)
+        found = [self._picture(source) for source in chat.images]
+        expanded = sight.expanded(chat.place, text, [image for _, image in found])
+        self.shaped |= {*expanded.shaped}
+        learned = expanded.learned(spans)
+        seen = Seen(text, tuple(picture for picture, _ in found), expanded.end)
+        return Document(array("i", expanded.tokens), bytes(learned), seen)
+
+    @cached_property
+    def _sight(self) -> Sight | str:
+        self._budget.allow("the processor", _PROCESSOR_BYTES)
+        return self._load_sight()
+
+    def _picture(self, source: Source) -> tuple[Picture, Any]:
+        content, path = source.content()
+        picture = Picture(source.place, hashlib.sha256(content).hexdigest(), path)
+        self._budget.allow(source.place, len(content))
+        image = decoded(source.place, content)
+        self._budget.allow(source.place, image.width * image.height)
+        if path is None:
+            self.inline[picture.digest] = content
+        return picture, image
 
     def _of_completion(self, sample: Completion) -> Document:
         """Return a document whose completion begins with the first token that differs from the prompt's."""
@@ -153,10 +195,15 @@ class Reader:
         size = self._sequence
         counts.longer += len(whole) > size
         starts = range(0, len(whole), size) if isinstance(sample, Text) else [0]
-        pieces = [Document(whole.tokens[at : at + size], whole.learned[at : at + size]) for at in starts]
-        kept = [piece for piece in pieces if piece.labels]
+        pieces = [
+            Document(whole.tokens[at : at + size], whole.learned[at : at + size], whole.seen) for at in starts
+        ]
+        first = whole.learned.index(1, 1) + 1
+        # A cut that leaves an image without its tokens leaves nothing.
+        least = first if whole.seen is None else max(first, whole.seen.end)
+        kept = [piece for piece in pieces if piece.labels and least <= size]
         if not kept:
-            counts.lose(whole.learned.index(1, 1) + 1)
+            counts.lose(least)
         yield from kept
 
 

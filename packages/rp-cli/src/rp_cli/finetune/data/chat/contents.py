@@ -27,7 +27,9 @@ def in_parts(messages: Sequence[Message]) -> list[Message]:
     [{'role': 'user', 'content': [{'type': 'text', 'text': 'one'}]}]
     """
     return [
-        {**message, "content": [{"type": "text", "text": message["content"]}]} if "content" in message else message
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
         for message in messages
     ]
 

@@ -53,14 +53,7 @@ class ChatTemplate:
 
         Raises `Refused`, with the sample's place, if they are not, or if marks cannot be traced to tokens.
         """
-        template = for_training(self._templates.of(chat))
-        if template.family is not None:
-            self._notes.template(
-                f"the chat template is the one that TRL calls {template.family}: what TRL's training template for "
-                "it marks is learned; the model keeps its own template"
-            )
-        text = self._text_of(chat, template)
-        whole, spans = text.marked() if template.marks_assistant else text.by_turns()
+        template, (whole, spans) = self._marked(chat)
         tokens = tokenized(self._tokenizer, whole)
         if tokens.offsets is not None:
             return tokens.tokens, tokens.among(spans)
@@ -72,6 +65,27 @@ class ChatTemplate:
                 "{% generation %}, or omit --completions-only"
             )
         return tokens.tokens, self._by_prefixes(chat, whole, tokens, spans)
+
+    def text_and_spans(self, chat: Chat, *, assistant_only: bool) -> tuple[str, list[Span] | None]:
+        """Return the text of a whole conversation, and what the assistant says of it; None: all of it counts.
+
+        Raises `Refused` as `tokens_and_assistant`.
+        """
+        if not assistant_only:
+            text = self._text_of(chat, self._templates.of(chat))
+            return text.of(text.chat.messages), None
+        return self._marked(chat)[1]
+
+    def _marked(self, chat: Chat) -> tuple[Template, tuple[str, list[Span]]]:
+        """Return the template that is used for training, and the text with what the assistant says."""
+        template = for_training(self._templates.of(chat))
+        if template.family is not None:
+            self._notes.template(
+                f"the chat template is the one that TRL calls {template.family}: what TRL's training template for "
+                "it marks is learned; the model keeps its own template"
+            )
+        text = self._text_of(chat, template)
+        return template, text.marked() if template.marks_assistant else text.by_turns()
 
     def _text_of(self, chat: Chat, template: Template) -> _Text:
         text = _Text(self._tokenizer, chat, template, self._clock)

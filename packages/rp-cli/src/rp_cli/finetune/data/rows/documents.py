@@ -56,11 +56,11 @@ def read_samples(
 def _samples(option: str, file: Path, notes: Notes) -> Iterator[Sample]:
     kind = kind_of(file)
     if kind in JSON_LINES | {JSON}:
-        return _converted(option, json_rows(option, file, notes), notes)
+        return _converted(option, json_rows(option, file, notes), notes, file.parent)
     if kind in TABLES:
-        return _converted(option, separated_rows(option, file, notes), notes)
+        return _converted(option, separated_rows(option, file, notes), notes, file.parent)
     if kind in (PARQUET, ARROW):
-        return _converted(option, stored_rows(option, file), notes)
+        return _converted(option, stored_rows(option, file), notes, file.parent)
     return iter([Text(str(file), decoded(option, str(file), content(option, file)))])
 
 
@@ -83,8 +83,8 @@ def samples_of(
     return _converted(option, numbered, notes or Notes())
 
 
-def _converted(option: str, rows: Iterable[Row], notes: Notes) -> Iterator[Sample]:
+def _converted(option: str, rows: Iterable[Row], notes: Notes, folder: Path | None = None) -> Iterator[Sample]:
     for place, row in rows:
-        sample = notes.attempt(lambda place=place, row=row: sample_of(option, place, row))
+        sample = notes.attempt(lambda place=place, row=row: sample_of(option, place, row, folder))
         if sample is not None:
             yield sample

@@ -8,7 +8,11 @@ from typing import Any, cast
 
 from rp_trainer.errors import Refused
 
+from rp_cli.finetune.data.images.sources import FIELDS
+
 Message = Mapping[str, Any]
+# The type of a part that stands for an image, and where such a part has what the row says of it.
+IMAGE, GIVEN = "image", "given"
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
 _TEXT = "text"
 _CALL = "function_call"
@@ -36,7 +40,9 @@ def messages_of(place: str, name: str, value: object) -> list[Message]:
     >>> messages_of("a:1", "messages", '[{"role": "user", "content": [{"type": "text", "text": "one"}]}]')
     [{'role': 'user', 'content': 'one'}]
 
-    Raises `Refused` for an empty list and for what are no messages, such as images.
+    A content with images is a list of parts, each of which has what the row says of it as ``given``.
+
+    Raises `Refused` for an empty list and for what are no messages, such as videos.
     """
     messages = parsed(place, name, value)
     if not isinstance(messages, list) or not messages:
@@ -62,25 +68,30 @@ def _message(place: str, message: object) -> Message:
     if not isinstance(given.get("role"), str) or (content is None and not given.get("tool_calls")):
         raise Refused(f"{place}: each message must have a 'role' and a 'content', but one is {message!r:.60}")
     if isinstance(content, list):
-        return {**given, "content": _joined(place, cast("list[object]", content))}
+        return {**given, "content": _of_parts(place, cast("list[object]", content))}
     # Templates write anything that is not text as Python does, such as a list's brackets.
     if not isinstance(content, str | None):
         raise Refused(f"{place}: the 'content' of a message must be text, but one is {content!r:.60}")
     return given
 
 
-def _joined(place: str, parts: Sequence[object]) -> str:
-    return "".join(_text(place, part) for part in parts)
+def _of_parts(place: str, parts: Sequence[object]) -> str | list[Message]:
+    """Return the text of parts or, if some are images, all parts."""
+    found = [_part(place, part) for part in parts]
+    texts = [one[_TEXT] for one in found if one["type"] == _TEXT]
+    return "".join(texts) if len(texts) == len(found) else found
 
 
-def _text(place: str, part: object) -> str:
+def _part(place: str, part: object) -> Message:
     given = cast("Message", part if isinstance(part, dict) else {})
+    if given.get("type") in (IMAGE, "image_url"):
+        return {"type": IMAGE, GIVEN: {name: given[name] for name in FIELDS if name in given}}
     if given.get("type", _TEXT) != _TEXT or not isinstance(given.get(_TEXT), str):
         raise Refused(
-            f"{place}: the 'content' of a message must be text, or parts of type {_TEXT!r}, but one is "
-            f"{part!r:.60}"
+            f"{place}: the 'content' of a message must be text, or parts of type {_TEXT!r} or {IMAGE!r}, but one "
+            f"is {part!r:.60}"
         )
-    return given[_TEXT]
+    return {"type": _TEXT, _TEXT: given[_TEXT]}
 
 
 def _of_share_gpt(place: str, given: Message) -> Message:

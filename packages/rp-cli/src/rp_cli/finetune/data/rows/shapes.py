@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from rp_trainer.errors import Refused
 
+from rp_cli.finetune.data.rows.images import with_images
 from rp_cli.finetune.data.rows.messages import ASSISTANT, SYSTEM, USER, Message, messages_of, parsed
 from rp_cli.finetune.data.samples import Chat, Completion, Sample, Text
 
@@ -18,17 +21,19 @@ _WITH_INPUT = f"{_BELOW}, paired with an input that provides further context"
 _WRITE = "Write a response that appropriately completes the request."
 
 
-def sample_of(option: str, place: str, row: Row) -> Sample:
+def sample_of(option: str, place: str, row: Row, folder: Path | None = None) -> Sample:
     """Convert a row without nulls to a sample: the first that fits of the names in `_SHAPES`.
 
     >>> sample_of("--data", "a:1", {"prompt": "1+1=", "completion": "2", "id": 7})
     Completion(place='a:1', prompt='1+1=', completion='2')
 
+    `folder`: in which paths of images begin; by default that of the process.
+
     Raises `Refused` for other names, and for fields of other types.
     """
     for names, convert in _SHAPES.items():
         if all(name in row for name in names):
-            return convert(option, place, row)
+            return _seeing(option, row, convert(option, place, row), folder or Path())
     found = ", ".join(map(repr, row)) or "nothing"
     if set(_PREFERENCES) <= set(row):
         raise Refused(
@@ -36,6 +41,16 @@ def sample_of(option: str, place: str, row: Row) -> Sample:
             "command, rename 'chosen' to 'messages' or 'completion'"
         )
     raise Refused(f"{option} {place} must have {_WANTED}, but has {found}")
+
+
+def _seeing(option: str, row: Row, sample: Sample, folder: Path) -> Sample:
+    """Return a sample with the images of its row."""
+    if isinstance(sample, Chat):
+        messages, images = with_images(f"{option} {sample.place}", row, sample.messages, folder)
+        return replace(sample, messages=messages, images=images) if images else sample
+    if isinstance(images := row.get("images"), list) and images:
+        raise Refused(f"{option} {sample.place} has images, which need a conversation; write it as 'messages'")
+    return sample
 
 
 def _of_messages(option: str, place: str, row: Row) -> Chat:

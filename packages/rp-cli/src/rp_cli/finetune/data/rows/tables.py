@@ -9,7 +9,7 @@ import logging
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rp_trainer.errors import Refused
 
@@ -91,7 +91,25 @@ def _in_parts(file: Path, datasets: Any) -> Iterator[Mapping[str, Any]]:
     arrow, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
     for batch in parquet.ParquetFile(str(file)).iter_batches(batch_size=_ROWS_AT_ONCE):
         # A data set knows what was stored in an encoded form, such as JSON.
-        yield from datasets.Dataset(arrow.Table.from_batches([batch]))
+        yield from _undecoded(datasets, datasets.Dataset(arrow.Table.from_batches([batch])))
+
+
+def _undecoded(datasets: Any, data: Any) -> Any:
+    """Return a data set whose images stay the bytes and paths that are stored."""
+    found = {name: _as_stored(datasets, one) for name, one in data.features.items()}
+    return data if found == dict(data.features) else data.cast(datasets.Features(found))
+
+
+def _as_stored(datasets: Any, feature: Any) -> Any:
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(decode=False)
+    if isinstance(feature, dict):
+        fields = cast("dict[str, Any]", feature)
+        return {name: _as_stored(datasets, one) for name, one in fields.items()}
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        inner: Any = feature
+        return type(inner)(_as_stored(datasets, inner.feature))
+    return feature
 
 
 def _mapped(file: Path, datasets: Any) -> Iterator[Mapping[str, Any]]:
@@ -100,6 +118,6 @@ def _mapped(file: Path, datasets: Any) -> Iterator[Mapping[str, Any]]:
     try:
         # It also prints the errors that it raises.
         log.setLevel(logging.CRITICAL)
-        yield from datasets.Dataset.from_file(str(file))
+        yield from _undecoded(datasets, datasets.Dataset.from_file(str(file)))
     finally:
         log.setLevel(level)

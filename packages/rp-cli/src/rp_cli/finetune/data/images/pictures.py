@@ -1,0 +1,86 @@
+"""The images of documents: where each is kept, and its content, which must be what it was when data was read."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from rp_trainer.errors import Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image. `place`: its row and number. `digest`: the SHA-256 of its bytes, in hexadecimal digits.
+
+    `path`: its file; None if it is in the spool, at `start`, with `nbytes` bytes.
+    """
+
+    place: str
+    digest: str
+    path: str | None
+    start: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a document shows. `text`: its text, with a mark where each image is. `pictures`: in that order.
+
+    `end`: so many tokens hold all images; of fewer tokens the model would not take them.
+    """
+
+    text: str
+    pictures: tuple[Picture, ...]
+    end: int
+
+    @property
+    def digest(self) -> bytes:
+        """The SHA-256 of all images."""
+        return hashlib.sha256("".join(one.digest for one in self.pictures).encode()).digest()
+
+
+def seen_of(fields: dict[str, Any]) -> Seen:
+    """Return what `dataclasses.asdict` made of a `Seen`."""
+    return Seen(fields["text"], tuple(Picture(**one) for one in fields["pictures"]), fields["end"])
+
+
+class Spool:
+    """Keeps images without a file of their own, on disk, in a file of `folder` that has no name.
+
+    The system removes it when this process ends. Equal images are kept once.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._file: IO[bytes] | None = None
+        self._starts: dict[str, int] = {}
+        self._end = 0
+
+    def keep(self, picture: Picture, content: bytes) -> Picture:
+        """Keep the content of an image; return where it is."""
+        if picture.digest not in self._starts:
+            # It stays open while the run goes on.
+            self._file = self._file or tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
+            self._file.write(content)
+            self._file.flush()
+            self._starts[picture.digest], self._end = self._end, self._end + len(content)
+        return replace(picture, start=self._starts[picture.digest], nbytes=len(content))
+
+    def content(self, picture: Picture) -> bytes:
+        """Return the bytes of an image, from any thread. Raises `Refused` if its file has others by now."""
+        if picture.path is None:
+            assert self._file is not None
+            return os.pread(self._file.fileno(), picture.nbytes, picture.start)
+        try:
+            content = Path(picture.path).read_bytes()
+        except OSError as error:
+            raise Refused(f"{picture.place} cannot be read any more ({error.strerror}): {picture.path}") from error
+        if hashlib.sha256(content).hexdigest() != picture.digest:
+            raise Refused(
+                f"{picture.place} is not what it was when the data was read: {picture.path}; begin a new run"
+            )
+        return content

@@ -1,0 +1,79 @@
+"""What a row says of an image: a path, bytes or a data URI; and the content that it names."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+from urllib.parse import unquote_to_bytes, urlsplit
+
+from rp_trainer.errors import Refused
+
+from rp_cli.strangers.files import bounded_bytes
+
+# Far more than a photograph has.
+_MOST_BYTES = 2**28
+_DATA, _BASE64 = "data:", ";base64"
+# The fields of an object that may name an image, such as those of a part of a message, or of a row of `datasets`.
+FIELDS = ("bytes", "image", "path", "url", "image_url", "base64")
+_WANTED = "a path, bytes, or a data URI"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An image that a row names. `place`: its row and number. `folder`: of the file that has the row."""
+
+    place: str
+    given: object
+    folder: Path
+
+    def content(self) -> tuple[bytes, str | None]:
+        """Return the image's bytes, and its file if it has one of its own.
+
+        >>> Source("a:1: image 1", "data:text/plain,abc", Path()).content()
+        (b'abc', None)
+
+        Raises `Refused` for what names none, for a URL of the web, and for a file that cannot be read.
+        """
+        given = self._named(self.given)
+        if isinstance(given, bytes):
+            return given, None
+        if given.startswith(_DATA):
+            return self._of_data(given), None
+        return self._of_path(given)
+
+    def _named(self, given: object) -> bytes | str:
+        if isinstance(given, Mapping):
+            fields = cast("Mapping[str, object]", given)
+            name = next((name for name in FIELDS if fields.get(name) is not None), None)
+            if name is not None:
+                inner = fields[name]
+                return f"{_DATA}{_BASE64},{inner}" if name == "base64" else self._named(inner)
+        if isinstance(given, bytes | str) and given:
+            return given
+        raise Refused(f"{self.place} must be {_WANTED}, but is {given!r:.60}")
+
+    def _of_data(self, uri: str) -> bytes:
+        head, comma, body = uri.partition(",")
+        try:
+            if not comma:
+                raise ValueError("it has no comma")
+            return base64.b64decode(body, validate=True) if head.endswith(_BASE64) else unquote_to_bytes(body)
+        except (ValueError, binascii.Error) as error:
+            raise Refused(f"{self.place} must be a data URI, but is {uri!r:.60}: {error}") from None
+
+    def _of_path(self, given: str) -> tuple[bytes, str]:
+        scheme = urlsplit(given).scheme if "://" in given else ""
+        if scheme not in ("", "file"):
+            raise Refused(
+                f"{self.place} is {given!r:.80}, which is not downloaded: data must stay as it is while a run "
+                "goes on; download it, and give its path"
+            )
+        # A path that is absolute stays as it is.
+        path = self.folder / given.removeprefix("file://")
+        if "\0" in given or not path.is_file():
+            raise Refused(f"{self.place} must be {_WANTED}, but there is no file {str(path)!r:.200}")
+        return bounded_bytes(f"{self.place} ({path})", path, _MOST_BYTES), str(path)

@@ -1,0 +1,153 @@
+"""The data of a fine-tuning: read, held out, and in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+from rp_trainer.errors import Refused
+from rp_trainer.finetuning import Evaluation
+
+from rp_cli.finetune.data.batches import Sequences, Steps
+from rp_cli.finetune.data.documents import Documents, held_out
+from rp_cli.finetune.data.gathered import Gathered
+from rp_cli.finetune.data.images.ahead import Ahead
+from rp_cli.finetune.data.images.collating import Collator
+from rp_cli.finetune.data.images.pictures import Spool
+from rp_cli.finetune.data.images.processor import Sight
+from rp_cli.finetune.data.library import library_source
+from rp_cli.finetune.data.reading import Eyes, Manner, check_some, read_all
+from rp_cli.finetune.model import loader_of, pad_of, sight_for
+from rp_cli.finetune.options import FineTuning
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The data to train on and to evaluate on.
+
+    `digest`: of all data. `steps`: of the whole training. `clock`: the time that chat templates saw. `notes`: what
+    else users are told of it. `sight`: what reads its images, if it has some.
+    """
+
+    training: Documents
+    batches: Steps | Ahead
+    evaluation: Evaluation | None
+    sequences: Sequences
+    digest: str
+    steps: int
+    clock: datetime
+    notes: Sequence[str]
+    sight: Sight | None = None
+
+
+def read_data(options: FineTuning, clock: datetime) -> tuple[Any, Data]:
+    """Return the tokenizer and the tokenized data."""
+    given = [("--data", library_source() if options.data is None else options.data)]
+    if options.eval_data is not None:
+        given.append(("--eval-data", options.eval_data))
+    load = loader_of(options)
+    manner = Manner(options.sequence, options.completions_only, options.skip_bad_rows, clock)
+    # A file without a name, if memory is short, is where there is room for the results.
+    gather = partial(Gathered, options.output)
+    eyes = Eyes(partial(sight_for, options), Spool(options.output))
+    tokenizer, _, (training, *others) = read_all(load, given, manner, gather, eyes)
+    for (option, paths), documents in zip(given, (training, *others), strict=True):
+        check_some(f"{option} {', '.join(map(str, paths))}", options.sequence, documents)
+    collator = _collator(options, (training, *others), eyes)
+    return tokenizer, _data(options, tokenizer, training, others[0] if others else None, clock, collator)
+
+
+def _collator(options: FineTuning, read: Sequence[Documents], eyes: Eyes) -> Collator | None:
+    """Return what adds images to batches; None if the data has none."""
+    if not any(documents.images for documents in read):
+        for name in ("min_pixels", "max_pixels"):
+            if getattr(options, name) is not None:
+                raise Refused(f"--{name.replace('_', '-')} is for images, but the data has none; omit it")
+        return None
+    sight = eyes.load()
+    assert isinstance(sight, Sight)
+    return Collator(sight, eyes.spool, sorted({name for documents in read for name in documents.shaped}))
+
+
+def _data(
+    options: FineTuning,
+    tokenizer: Any,
+    training: Documents,
+    evaluated: Documents | None,
+    clock: datetime,
+    collator: Collator | None,
+) -> Data:
+    notes = [*training.notes.lines("--data"), *(evaluated.notes.lines("--eval-data") if evaluated else ())]
+    if evaluated is None and options.held_out:
+        training, evaluated = held_out(training, options.held_out)
+    pad = pad_of(tokenizer)
+    if collator is not None:
+        notes.append(_about_images(options, training))
+        options = replace(options, packing=False)
+    sequences = _sequences(options, training, options.data_weights, collator)
+    made = Steps(sequences, batch=options.batch, accumulation=options.accumulation, pad=pad)
+    evaluation = (
+        None
+        if evaluated is None
+        else Evaluation(_sequences(options, evaluated, collator=collator).batches(options.batch, pad))
+    )
+    digest = training.digest() if evaluated is None else f"{training.digest()} {evaluated.digest()}"
+    batches = made if collator is None else Ahead(made)
+    steps = options.steps or batches.in_epochs(options.epochs or 1)
+    largest = max(training.largest, 0 if evaluated is None else evaluated.largest, pad)
+    sight = None if collator is None else collator.sight
+    training = replace(training, largest=largest)
+    return Data(training, batches, evaluation, sequences, digest, steps, clock, notes, sight)
+
+
+def _about_images(options: FineTuning, training: Documents) -> str:
+    packing = "; samples are not packed, as with --no-packing, since images are not" if options.packing else ""
+    return f"{training.images:,} images, decoded for each step while the one before trains{packing}"
+
+
+def _sequences(
+    options: FineTuning,
+    documents: Documents,
+    weights: Sequence[float] | None = None,
+    collator: Collator | None = None,
+) -> Sequences:
+    return Sequences(
+        documents,
+        size=options.sequence,
+        packing=options.packing,
+        seed=options.seed,
+        weights=weights,
+        collator=collator,
+    )
+
+
+def described(options: FineTuning, data: Data) -> str:
+    """Return lines on the data, and on how it is trained on."""
+    documents, counts = data.training, data.training.counts
+    rows = data.sequences.in_epoch
+    form = "packed into" if options.packing else "in"
+    filled = f", {documents.tokens / (rows * options.sequence):.0%} full" if options.packing else ""
+    lines = [
+        f"data: {counts.samples:,} samples; to train on, {documents.tokens:,} tokens, {documents.labels:,} of "
+        f"which are learned, {form} {rows:,} sequences of {options.sequence}{filled}"
+    ]
+    if counts.longer:
+        lost = ""
+        if counts.needs is not None:
+            lost = (
+                f"; {counts.lost} have nothing left to learn and are omitted, which --sequence {counts.needs[1]} "
+                "would not do"
+            )
+        lines.append(
+            f"{counts.longer:,} samples are longer than --sequence {options.sequence}: texts continue in further "
+            f"sequences, others are cut{lost}"
+        )
+    lines += data.notes
+    if not documents.has_end:
+        lines.append("the tokenizer has no token for the end of a text, so texts end without one")
+    epochs = data.steps * data.batches.rows / rows
+    lines.append(f"{data.steps:,} steps of {data.batches.rows} sequences, {epochs:.3g} epochs")
+    return "\n".join(lines)
