@@ -95,14 +95,19 @@ def test_a_run_of_adapters_is_not_resumed_on_another_model_and_an_adapter_begins
     copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     replace(copied / "base")
-    shutil.move(copied / "run" / "model", copied / "adapter")
+    shutil.rmtree(copied / "run" / "model")
 
     assert train(copied, "--resume") == 2
 
     assert "--resume needs the same model" in capsys.readouterr().err
     shutil.move(copied / "run", copied / "earlier")
     at = SETTINGS.index("--lora")
-    given = [*SETTINGS[:at], *SETTINGS[at + 2 :], "--init-adapter", str(copied / "adapter")]
+    given = [
+        *SETTINGS[:at],
+        *SETTINGS[at + 2 :],
+        "--init-adapter",
+        str(copied / "earlier/checkpoints/step-00000001"),
+    ]
     data = ["--data", str(copied / "data.jsonl"), "--output", str(copied / "run")]
     assert main(["train", "--model", str(copied / "base"), *data, *given]) == 0
     assert f"the adapter {REFUSED}" in capsys.readouterr().out

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rp_cli.finetune.model import has_weights
 from rp_cli.finetune.options import FineTuning
-from rp_cli.runs.trained_on import is_other, noted
+from rp_cli.runs.sources import note_of
+from rp_cli.runs.trained_on import is_other
 
 # Of transformers' Trainer: its steps, beside the weights of a checkpoint.
 _OF_TRAINER = "trainer_state.json"
@@ -27,7 +28,7 @@ def _lines(options: FineTuning) -> Iterator[str]:
     if options.init_adapter is not None:
         yield f"the adapter in {options.init_adapter} is where training begins"
         yield from _of("--init-adapter", options.init_adapter, "the adapter")
-        if has_weights(options) and is_other(options.model, noted(options.init_adapter)):
+        if has_weights(options) and is_other(options.model, note_of(options.init_adapter)):
             yield f"the adapter was trained with another model: the weights in {options.model} are others"
 
 

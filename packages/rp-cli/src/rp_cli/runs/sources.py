@@ -80,7 +80,7 @@ def source_of(options: Asked) -> Source:
     Raises `Refused` if something is not there, or if an adapter was trained with another model.
     """
     folder = _found("RUN", options.run)
-    run = next((each for each in (folder, *folder.parents[:2]) if (each / _OPTIONS).is_file()), None)
+    run = _run_around(folder)
     folder = _of_run(folder)
     adapter = folder if (folder / _ADAPTER).is_file() else None
     if adapter is None and not (folder / _MODEL).is_file():
@@ -93,10 +93,9 @@ def source_of(options: Asked) -> Source:
     if adapter is not None:
         check_adapter(adapter)
     model = folder if adapter is None else _base(adapter, options)
-    source = Source(model, adapter, run, tuple(_tokenizers(options, [folder, model], run)))
     if adapter is not None and not options.other_base:
-        refuse_other(model, adapter, noted(adapter, source.recipe))
-    return source
+        refuse_other(model, adapter, note_of(adapter))
+    return Source(model, adapter, run, tuple(_tokenizers(options, [folder, model], run)))
 
 
 def model_in(option: str, path: Path) -> Path:
@@ -113,6 +112,12 @@ def adapter_in(option: str, path: Path) -> Path:
     with refusing(f"{option}: ", (Refused,)):
         check_adapter(folder)
     return folder
+
+
+def note_of(adapter: Path) -> dict[str, Any]:
+    """Return which model an adapter was trained with, by it or its run; empty if unknown. Raises `Refused`."""
+    run = _run_around(adapter)
+    return noted(adapter, {} if run is None else _json(run / _OPTIONS))
 
 
 def check_adapter(adapter: Path) -> None:
@@ -138,6 +143,10 @@ def _found(option: str, path: Path) -> Path:
     with refusing(f"{option}: "):
         check_folder(path)
     return path
+
+
+def _run_around(folder: Path) -> Path | None:
+    return next((each for each in (folder, *folder.parents[:2]) if (each / _OPTIONS).is_file()), None)
 
 
 def _of_run(folder: Path) -> Path:

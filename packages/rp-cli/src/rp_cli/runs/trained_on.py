@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rp_presets import DamagedFile, read_object
@@ -42,7 +41,7 @@ def write_beside(adapter: Path, identity: Mapping[str, Any]) -> None:
     (adapter / FILE).write_text(json.dumps(identity, indent=2) + "\n")
 
 
-def noted(adapter: Path, recipe: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+def noted(adapter: Path, recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return which model an adapter was trained with, by its folder or the options of its run; empty if unknown.
 
     Raises `Refused` for a note that cannot be read.
