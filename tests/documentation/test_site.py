@@ -1,4 +1,4 @@
-"""The page of commands has every option that the command line takes."""
+"""The page of commands has every option that the command line takes, and that of `roundpipe` every name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from types import ModuleType
 
 import pytest
+import roundpipe
 from pages import ROOT
 from rp_cli.arguments import COMMANDS
 from rp_cli.main import main
@@ -41,3 +42,13 @@ def test_the_page_asks_for_the_options(site: ModuleType) -> None:
 
 def test_a_help_text_is_shown_as_it_is(site: ModuleType) -> None:
     assert site._escaped("a|b of *x*, --lora-bias `--c d`") == r"a\|b of \*x\*, `--lora-bias` `--c d`"
+
+
+def test_the_reference_has_each_name_of_the_engine_once_and_errors_last() -> None:
+    text = (ROOT / "docs/reference/roundpipe.md").read_text()
+    kinds, names = zip(
+        *re.findall(r"^\.\. auto(class|exception|function):: (\w+)$", text, re.MULTILINE), strict=True
+    )
+
+    assert sorted(names) == sorted(set(roundpipe.__all__) - {"optim"})
+    assert "exception" not in kinds[: len(kinds) - kinds.count("exception")]
