@@ -141,6 +141,7 @@ def test_state_on_disk_gives_the_same_losses_and_its_wear_is_told(
     assert here == in_memory
 
 
+@pytest.mark.slow
 def test_it_learns(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--data", str(text), *SIZES, "--steps", "60"]) == 0
 

@@ -86,7 +86,9 @@ class Blocks:
 
         Raises the error of any transfer that has failed, or `TornState`.
         """
-        assert self._taken is None
+        if self._taken is not None:
+            # An exception such as Ctrl-C came between taking it and using it.
+            self.note_torn("a step was interrupted")
         self._settle()
         place = self._resident.get(index) or self._load(index)
         self._wait(place)

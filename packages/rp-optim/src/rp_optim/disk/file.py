@@ -134,7 +134,7 @@ class NamedFile(WorkingFile):
         self._path = Path(directory) / _NAME.format(user=os.getuid(), number=secrets.token_hex(8))
         descriptor = system.open(str(self._path), os.O_RDWR | os.O_CREAT | os.O_EXCL, _MODE)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        finalize(self, _unlink, self._path)
+        finalize(self, _unlink, self._path, os.getpid())
         self._checksums: dict[int, int] = {}
         super().__init__(directory, descriptor, system)
 
@@ -189,9 +189,11 @@ def free_bytes(directory: str) -> int:
     return told.f_bavail * told.f_frsize
 
 
-def _unlink(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink()
+def _unlink(path: Path, process: int) -> None:
+    # A forked child has this object, but not the file.
+    if os.getpid() == process:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _remove_abandoned(directory: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from _thread import start_new_thread
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -14,6 +15,12 @@ from rp_optim.jobs import Outcome
 _Queue = SimpleQueue[Outcome[None] | None]
 
 
+class _Progress:
+    """When a job ended last."""
+
+    last_end_s = 0.0
+
+
 class TransferThreads:
     """`count` threads that take jobs from one queue, in the order of their submission.
 
@@ -23,6 +30,7 @@ class TransferThreads:
 
     def __init__(self, count: int) -> None:
         self._jobs: _Queue = SimpleQueue()
+        self._progress = _Progress()
         self._process = os.getpid()
         self._count = count
         self._has_started = False
@@ -39,19 +47,24 @@ class TransferThreads:
         if not self._has_started:
             self._has_started = True
             for _ in range(self._count):
-                start_new_thread(_work, (self._jobs,))
+                start_new_thread(_work, (self._jobs, self._progress))
         outcome = Outcome(job)
         self._jobs.put(outcome)
         return outcome
+
+    def idle_s(self) -> float:
+        """Return the seconds since a job ended; since the process began if none has."""
+        return time.monotonic() - self._progress.last_end_s
 
     def close(self) -> None:
         """End the threads once their jobs are done, without waiting for that."""
         self._end()
 
 
-def _work(jobs: _Queue) -> None:
+def _work(jobs: _Queue, progress: _Progress) -> None:
     while (outcome := jobs.get()) is not None:
         outcome.carry_out()
+        progress.last_end_s = time.monotonic()
         del outcome
 
 

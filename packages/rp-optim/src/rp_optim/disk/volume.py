@@ -24,27 +24,32 @@ Move = Callable[[memoryview, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Parts of one read or write under way, each with its directory. `stall_s`: the most seconds for a part."""
+    """Parts of one read or write under way, each with its directory and the threads there.
 
-    parts: tuple[tuple[Outcome[None], str], ...] = ()
+    `stall_s`: the most seconds in which a directory may end no part at all, however many wait there.
+    """
+
+    parts: tuple[tuple[Outcome[None], str, TransferThreads], ...] = ()
     stall_s: float = STALL_S
 
     def done(self) -> bool:
         """Return whether no part uses its memory any more."""
-        return all(outcome.done() for outcome, _ in self.parts)
+        return all(outcome.done() for outcome, *_ in self.parts)
 
     def wait(self) -> None:
         """Wait for all parts.
 
-        Raises the first part's error once all have ended; `DiskStalled` if one does not end within `stall_s`.
+        Raises the first part's error once all have ended; `DiskStalled` if none ends for `stall_s`.
         """
-        for outcome, directory in self.parts:
-            if not outcome.wait(self.stall_s):
+        for outcome, directory, threads in self.parts:
+            while not outcome.wait(self.stall_s):
+                if threads.idle_s() < self.stall_s:
+                    continue
                 raise DiskStalled(
                     f"the disk of {directory} has not answered for {self.stall_s:g} s; its state is unknown, so "
                     "load a checkpoint, with another directory if it stays so"
                 )
-        for outcome, _ in self.parts:
+        for outcome, *_ in self.parts:
             outcome.result()
 
 
@@ -94,10 +99,10 @@ class Volume:
         return self._started([file.write for file in self.files], address, memory)
 
     def _started(self, moves: Sequence[Move], address: int, memory: memoryview) -> Transfer:
-        parts: list[tuple[Outcome[None], str]] = []
+        parts: list[tuple[Outcome[None], str, TransferThreads]] = []
         for index, offset, part in self._parts(address, memory):
             outcome = self._threads[index].submit(partial(moves[index], part, offset))
-            parts.append((outcome, self.directories[index]))
+            parts.append((outcome, self.directories[index], self._threads[index]))
         return Transfer(tuple(parts), self._stall_s)
 
     def _parts(self, address: int, memory: memoryview) -> Iterator[tuple[int, int, memoryview]]:

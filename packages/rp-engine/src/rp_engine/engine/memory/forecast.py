@@ -132,6 +132,7 @@ class MemoryForecast:
         if whole.optimizer_state:
             if 2 * whole.optimizer_state >= self.likely_adam_bytes:
                 yield 'state="bf16" or "8bit" of roundpipe.optim: a half or a little over a quarter of fp32 state'
+            yield 'state="disk:DIR" of roundpipe.optim: on an NVMe disk, with a few blocks of it in memory'
             yield "an optimizer with a smaller state: Lion's is half of Adam's, Adafactor has almost none"
         if whole.masters > whole.gradients:
             yield 'master="split": masters of half the size, exact, for bf16 weights and roundpipe.optim'
