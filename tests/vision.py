@@ -138,6 +138,7 @@ def config(family: str) -> Any:
         vision_config={"model_type": "clip_vision_model", "projection_dim": 16, **_TOWER},
         image_token_index=token,
         vision_feature_layer=-2,
+        image_seq_length=4,
     )
 
 

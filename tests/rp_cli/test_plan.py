@@ -201,6 +201,7 @@ SCHEMA: dict[str, Any] = {
     },
     "batch": int,
     "sequence": int,
+    "images": str,
     "host_bytes": dict.fromkeys(
         (
             *("weights", "second_blocks", "buffers", "gradients", "masters", "optimizer_state"),

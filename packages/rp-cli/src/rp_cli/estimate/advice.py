@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rp_trainer.errors import Refused
@@ -16,6 +16,7 @@ from rp_cli.estimate.drive import NO_DISK, USUAL_RATES, Drive
 from rp_cli.estimate.foretell import Case, Foretold, could_fit, foretell
 from rp_cli.estimate.hardware import Machine, machine_of
 from rp_cli.estimate.meta.meta_model import check_positions, model_of, packing_of
+from rp_cli.estimate.meta.towers import patches_of
 from rp_cli.estimate.network import ONE_MACHINE, Network
 from rp_cli.estimate.options import PlanOptions
 from rp_cli.estimate.workload import ADAPTERS_UTILISATION, UTILISATION, Training, Workload
@@ -289,10 +290,14 @@ def _of(options: PlanOptions, **changed: Any) -> Workload:  # Any: fields of `Pl
 
 def workload_of(options: PlanOptions) -> Workload:
     """Return the workload that the options describe. Raises `Refused` for a model that cannot be planned for."""
-    model = model_of(options.model, Adapters.of(options), pack=options.pack)
-    check_positions(model, options.sequence)
+    images = options.images
+    model = model_of(options.model, Adapters.of(options), pack=options.pack, with_images=images is not None)
     how = Training.of(options, utilisation=options.utilisation or _calibrated(options), drive=_drive(options))
-    return Workload.of(model, how, packing_of(options.model, options.pack))
+    shown = None if images is None else (images, patches_of(cast(Any, model).config, images))
+    if shown is not None:
+        how = replace(how, sequence=how.sequence + shown[0].count * shown[1].tokens)
+    check_positions(model, how.sequence)
+    return Workload.of(model, how, packing_of(options.model, options.pack), shown)
 
 
 def _drive(options: PlanOptions) -> Drive:

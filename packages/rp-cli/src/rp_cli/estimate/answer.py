@@ -56,6 +56,7 @@ def as_json(answer: Foretold, changes: Sequence[Change]) -> str:
             "network": _network(answer),
             "batch": answer.case.batch,
             "sequence": answer.case.workload.how.sequence,
+            "images": answer.case.workload.shown,
             "host_bytes": _host_bytes(answer),
             "disk": _disk_json(answer),
             "plan": None if answer.planned is None else _plan(answer, answer.planned),
@@ -200,6 +201,8 @@ def _headings(answer: Foretold) -> Iterator[str]:
     )
     if workload.named:
         yield f"the config names {workload.named}: this is its language model, for which {workload.name} stands"
+    if workload.shown:
+        yield workload.shown
     card = machine.card
     ram = "RAM not given" if machine.ram is None else f"RAM {_gb(machine.ram.total_bytes)}"
     source = ", measured" if machine.is_measured else ""

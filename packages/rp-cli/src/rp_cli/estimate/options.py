@@ -17,6 +17,7 @@ from rp_cli.hub.names import model_named
 from rp_cli.options import shared
 from rp_cli.options.adapters import AdapterOptions
 from rp_cli.options.declared import Default, Reading, option
+from rp_cli.options.images import IMAGES, ImageSizes
 from rp_cli.options.kinds import FLAG, TEXT, Kind, number, parsed, path, positive, whole
 from rp_cli.strangers.refusing import refusing
 
@@ -199,6 +200,11 @@ class PlanOptions(AdapterOptions):
     )
     batch: int = option("sequences in a step", shared.BATCH, "32")
     sequence: int = option("tokens in a sequence", whole(1, shared.MOST_SEQUENCE), "2048")
+    images: ImageSizes | None = option(
+        "images of a sequence, and their size, such as 1x1024x1024; their tokens come beside --sequence",
+        IMAGES,
+        shown="none",
+    )
     pack: str | None = shared.pack()
     optimizer: str = shared.optimizer()
     optimizer_state: str = option(shared.MOMENTS, shared.OPTIMIZER_STATE, "fp32")

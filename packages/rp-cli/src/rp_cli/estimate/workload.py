@@ -36,7 +36,9 @@ from rp_cli.estimate.drive import NO_DISK, Drive
 from rp_cli.estimate.hardware import Machine
 from rp_cli.estimate.meta.meta_model import Packing
 from rp_cli.estimate.meta.observe import Observed, observe
+from rp_cli.estimate.meta.towers import Patches, told, tower_layers, with_towers
 from rp_cli.estimate.optimizers import muon_state_of, state_of
+from rp_cli.options.images import ImageSizes
 
 # The part of a card's dense bf16 rate that compiled layers reach as model operations, recomputation not counted:
 # full fine-tuning, and adapters, whose thin products take time and are few operations (docs/planning.md).
@@ -89,7 +91,8 @@ class Workload:
 
     `expanded_bytes`: the largest size of one layer's packed weights when expanded. `expansion_bytes`: the same
     with the workspace of expanding them. `hidden`: the trained weights that Muon would orthogonalize. `named`:
-    the class that the config names, if that is another than `name`.
+    the class that the config names, if that is another than `name`. `tower_layers`: that run on images. `shown`: a
+    line on these.
     """
 
     name: str
@@ -100,17 +103,31 @@ class Workload:
     expanded_bytes: int
     expansion_bytes: int
     hidden: frozenset[torch.Tensor]
+    tower_layers: int = 0
+    shown: str = ""
 
     @classmethod
-    def of(cls, model: nn.Module, how: Training, packing: Packing | None = None) -> Workload:
-        """Create the workload of a model on the meta device, whose frozen weights are packed here."""
+    def of(
+        cls,
+        model: nn.Module,
+        how: Training,
+        packing: Packing | None = None,
+        images: tuple[ImageSizes, Patches] | None = None,
+    ) -> Workload:
+        """Create the workload of a model on the meta device, whose frozen weights are packed here.
+
+        `images`: of each sequence, whose tokens `how` counts already.
+        """
         observed = observe(model, how.sequence)
+        if images is not None:
+            observed = with_towers(observed, model, *images)
         if packing is not None:
             packing.pack(model)
         modules = observed.modules
         expanded, expansion = max(map(_expanded_bytes, modules)), max(map(expansion_bytes, modules))
         name, named = type(model).__name__, _named_otherwise(model)
-        return cls(name, named, observed, group(modules), how, expanded, expansion, _hidden(model))
+        layers, shown = (0, "") if images is None else (tower_layers(model), told(*images))
+        return cls(name, named, observed, group(modules), how, expanded, expansion, _hidden(model), layers, shown)
 
     @property
     def utilisation(self) -> float:
@@ -213,8 +230,8 @@ class Workload:
         flops_ms = 1 / (card_tflops * self.utilisation * 1e9)
         costs: list[LayerCost] = []
         for at, facts in enumerate(self.observed.facts):
-            # The part before the layers is an embedding, whose launch takes little time.
-            launch_ms = LAUNCH_MS if at else 0.0
+            # The part before the layers is an embedding, whose launch takes little time, and the tower's layers.
+            launch_ms = LAUNCH_MS if at else LAUNCH_MS * self.tower_layers
             costs.append(
                 LayerCost(
                     facts.forward_flops.of(sequences) * flops_ms,

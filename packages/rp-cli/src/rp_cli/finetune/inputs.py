@@ -105,7 +105,10 @@ def _data(
 
 def _about_images(options: FineTuning, training: Documents) -> str:
     packing = "; samples are not packed, as with --no-packing, since images are not" if options.packing else ""
-    return f"{training.images:,} images, decoded for each step while the one before trains{packing}"
+    return (
+        f"{training.images:,} images, decoded for each step while the one before trains{packing}; the plan does "
+        "not count the work of a tower on them, as `roundpipe plan --images` does"
+    )
 
 
 def _sequences(
