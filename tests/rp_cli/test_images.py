@@ -63,7 +63,7 @@ def rows(folder: Path) -> tuple[Path, list[tuple[list[Any], list[Any]]]]:
         ("what is it?", {"images": ["pictures/2.png", {"path": "pictures/3.png"}]}, pictures[2:]),
         ("what is it?", {}, []),
         ("<image>what is it?", {"image": str(folder / "pictures/0.png")}, [pictures[0]]),
-        ("one two", {}, []),
+        ("one two", {"image": ""}, []),
     ]
     records, plain = list[Any](), list[Any]()
     for number, (content, more, images) in enumerate(asked):
@@ -233,6 +233,7 @@ def test_a_run_on_images_goes_on_to_the_last_bit_but_not_with_other_images(folde
 # --- what processors and files may have
 
 
+@pytest.mark.slow
 def test_bounds_of_pixels_are_the_processors_or_refused_and_are_saved(folders, tmp_path, capsys):
     records = [chat(uri(png(number, width=40, height=30))) for number in range(3)]
 

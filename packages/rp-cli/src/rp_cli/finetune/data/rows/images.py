@@ -57,7 +57,8 @@ def _in_column(row: Mapping[str, Any]) -> list[object]:
     value: object = next((row[name] for name in COLUMNS if row.get(name) is not None), None)
     if isinstance(value, list):
         return cast("list[object]", value)
-    return [] if value is None else [value]
+    # Some data has an empty path where a row has no image.
+    return [value] if value else []
 
 
 def _parts(messages: Sequence[Message]) -> list[Message]:
