@@ -134,6 +134,7 @@ def test_training_that_does_not_fit_is_refused_when_the_model_is_wrapped(one: Ru
         "- train fewer parameters, such as adapters (LoRA): gradients, masters and optimizer state take "
         "112.0 KiB; frozen parameters have none. For inference call requires_grad_(False)",
         '- state="bf16" or "8bit" of roundpipe.optim: a half or a little over a quarter of fp32 state',
+        '- state="disk:DIR" of roundpipe.optim: on an NVMe disk, with a few blocks of it in memory',
         "- an optimizer with a smaller state: Lion's is half of Adam's, Adafactor has almost none",
         '- master="split": masters of half the size, exact, for bf16 weights and roundpipe.optim',
         "- optim_dtype=torch.bfloat16: smaller masters, but updates below 1/256 of a weight are lost",
