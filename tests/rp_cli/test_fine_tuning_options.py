@@ -391,7 +391,7 @@ def test_compiled_layers_train_the_same(inputs: list[str], tmp_path: Path) -> No
     losses: list[list[float]] = []
     for run, given in (("plain", []), ("compiled", ["--compile"])):
         command = [*inputs, "--output", str(tmp_path / run), *SETTINGS, "--steps", "3", *given]
-        subprocess.run([sys.executable, "-m", "roundpipe", "train", *command], check=True, timeout=100)
+        subprocess.run([sys.executable, "-m", "rp_cli", "train", *command], check=True, timeout=100)
         losses.append([line["loss"] for line in finetuning.lines(tmp_path / run)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
