@@ -30,6 +30,7 @@ from rp_optim import (
     DiskFull,
     DiskStalled,
     InvalidOption,
+    InvalidParameter,
     Lion,
     Muon,
     SplitMaster,
@@ -38,7 +39,7 @@ from rp_optim import (
 from rp_optim.disk.blocks import Blocks
 from rp_optim.disk.memory import Arena
 from rp_optim.disk.system import SYSTEM, System
-from rp_optim.disk.volume import Volume
+from rp_optim.disk.volume import Transfer, Volume
 from rp_optim.host import HostOptimizer
 
 Make = Callable[..., HostOptimizer]
@@ -391,3 +392,155 @@ def test_a_killed_process_leaves_nothing(times: int, tmp_path: Path) -> None:
         process.stdout.close()
 
     assert list(tmp_path.iterdir()) == []
+
+
+# State of twelve blocks, of which memory holds a few.
+MANY = [(4096,)] * 12
+
+
+def _many(folder: Path, **options: Any) -> tuple[list[torch.nn.Parameter], HostOptimizer]:
+    parameters = _parameters(MANY)
+    return parameters, AdamW(parameters, lr=0.01, state=Disk(str(folder), block_bytes=4096, stall_s=20, **options))
+
+
+def _pair(folder: Path) -> tuple[list[torch.nn.Parameter], list[HostOptimizer]]:
+    """The same parameters twice, with optimizers whose state is on disk and in memory."""
+    parameters, optimizer = _many(folder)
+    reference = _parameters(MANY)
+    return [*parameters, *reference], [optimizer, AdamW(reference, lr=0.01)]
+
+
+def test_parameters_that_come_later_find_the_others_state(tmp_path: Path) -> None:
+    parameters, optimizers = _pair(tmp_path)
+    for optimizer in optimizers:
+        _train(optimizer, range(2))
+        late = torch.nn.Parameter(torch.ones(8))
+        optimizer.add_param_group({"params": [late]})
+        _train(optimizer, range(2, 4))
+        parameters.append(late)
+
+    assert all(map(torch.equal, [*parameters[:12], parameters[-2]], [*parameters[12:24], parameters[-1]]))
+
+
+def test_parameters_that_leave_and_come_back_find_their_own(tmp_path: Path) -> None:
+    parameters, optimizers = _pair(tmp_path)
+    for optimizer in optimizers:
+        _train(optimizer, range(2))
+        (group,) = optimizer.param_groups
+        frozen, group["params"] = group["params"][:1], group["params"][1:]
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(8))]})
+        _train(optimizer, range(2, 4))
+        optimizer.add_param_group({"params": frozen})
+        _train(optimizer, range(4, 6))
+
+    assert all(map(torch.equal, parameters[:12], parameters[12:]))
+
+
+def test_an_optimizer_may_load_its_own_deferred_state(tmp_path: Path) -> None:
+    parameters, optimizers = _pair(tmp_path)
+    for optimizer in optimizers:
+        _train(optimizer, range(2))
+        optimizer.load_state_dict(optimizer.deferred_state_dict())
+        _train(optimizer, range(2, 4))
+
+    assert all(map(torch.equal, parameters[:12], parameters[12:]))
+
+
+def test_a_deferred_state_is_not_read_after_a_later_step(tmp_path: Path) -> None:
+    _, optimizer = _many(tmp_path)
+    _train(optimizer, range(2))
+    deferred = optimizer.deferred_state_dict()["state"][3]["exp_avg"]
+    deferred.read()
+    _train(optimizer, [2])
+
+    with pytest.raises(DiskError, match="'exp_avg' of a deferred state dict is read after a later step"):
+        deferred.read()
+
+
+def test_after_a_load_that_failed_steps_are_refused(tmp_path: Path) -> None:
+    _, optimizer = _many(tmp_path)
+    _train(optimizer, range(2))
+    wrong = copy.deepcopy(optimizer.state_dict())
+    wrong["state"][7]["exp_avg"] = torch.zeros(5)
+
+    with pytest.raises(InvalidParameter, match="'exp_avg' must have the shape"):
+        optimizer.load_state_dict(wrong)
+
+    with pytest.raises(TornState, match="a state was loaded in part only"):
+        _train(optimizer, [2])
+
+
+def test_where_there_is_room_for_one_state_another_can_be_loaded(tmp_path: Path) -> None:
+    reserved: list[tuple[int, int]] = []
+
+    def reserve(descriptor: int, offset: int, nbytes: int) -> None:
+        # What was closed is free.
+        living = sum(size for one, size in reserved if Path(f"/proc/self/fd/{one}").exists() and one != descriptor)
+        if living + nbytes > 1 << 19:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(descriptor, offset, nbytes)
+        reserved.append((descriptor, nbytes))
+
+    parameters, optimizer = _many(tmp_path, system=replace(SYSTEM, reserve=reserve), stripe_bytes=4096)
+    _train(optimizer, range(2))
+    state, values = copy.deepcopy(optimizer.state_dict()), [one.detach().clone() for one in parameters]
+    _train(optimizer, [2])
+    wanted = [one.detach().clone() for one in parameters]
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data.copy_(value)
+
+    optimizer.load_state_dict(state)
+    _train(optimizer, [2])
+
+    assert all(map(torch.equal, parameters, wanted))
+
+
+def test_time_in_which_the_process_was_stopped_is_no_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume = Volume([str(tmp_path)])
+    now_s, looks = [0.0], [0]
+
+    class Part:
+        def wait(self, seconds: float) -> bool:
+            looks[0] += 1
+            # Stopped for an hour at the tenth look; ended soon after it goes on.
+            now_s[0] += 3600 if looks[0] == 10 else seconds
+            return looks[0] == 20
+
+        def result(self) -> None:
+            pass
+
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    part: Any = Part()
+
+    Transfer(((part, str(tmp_path), volume._threads[0]),)).wait()
+
+    assert looks == [20]
+
+
+def test_a_forked_child_changes_nothing(tmp_path: Path) -> None:
+    program = f"""
+import os, torch, sys
+from rp_optim import AdamW, Disk, DiskError
+parameter = torch.nn.Parameter(torch.ones(64))
+optimizer = AdamW([parameter], state=Disk({str(tmp_path)!r}))
+parameter.grad = torch.ones(64)
+optimizer.step()
+before = optimizer.state_dict()["state"][0]["exp_avg"]
+if not (child := os.fork()):
+    try:
+        optimizer.step()
+    except DiskError:
+        os._exit(7)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], before)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+
+
+@pytest.mark.parametrize("state", [None, b"fp32", 8])
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    with pytest.raises(InvalidOption, match="state"):
+        AdamW(_parameters(SMALL), state=state)

@@ -128,13 +128,13 @@ class HostOptimizer(torch.optim.Optimizer):
         # Torch casts what it sees to the parameter's dtype.
         casts = self._kind == "fp32" and not any(map(has_codes, states))
         super().load_state_dict(state_dict if casts else {**state_dict, "state": hidden(state_dict["state"])})
-        self._place.renew(self._outlines)
-        for group, parameter in self._members():
-            state = self.state.get(parameter, {})
-            reveal(state, parameter, casts=casts)
-            if not casts:
-                convert(state, self._state_shapes(group, parameter), self._kind, parameter.dtype)
-            self._place.keep(self.state, parameter)
+        with self._place.renewed(self._outlines):
+            for group, parameter in self._members():
+                state = self.state.get(parameter, {})
+                reveal(state, parameter, casts=casts)
+                if not casts:
+                    convert(state, self._state_shapes(group, parameter), self._kind, parameter.dtype)
+                self._place.keep(self.state, parameter)
         self._forget_steps()
 
     def _forget_steps(self) -> None:

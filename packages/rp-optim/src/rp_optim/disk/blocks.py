@@ -36,7 +36,8 @@ class Blocks:
         sizes: each block's bytes.
         memory_bytes: bytes of host memory, at least those of the largest block.
 
-    Raises `DiskFull` if the volume has no space. After a failed transfer, all later ones raise `TornState`.
+    Raises `DiskFull` if the volume has no space. After a failed transfer, all later ones raise `TornState`. In a
+    forked child, which shares the memory but not the threads, methods raise `DiskError` before they change any.
     """
 
     def __init__(self, volume: Volume, sizes: Sequence[int], memory_bytes: int) -> None:
@@ -55,6 +56,8 @@ class Blocks:
         self._at = -1
         self._seen: dict[int, None] = {}
         self._torn = ""
+        # How many rounds have begun.
+        self.rounds = 0
         # Bytes read and written so far.
         self.bytes_read = 0
         self.bytes_written = 0
@@ -75,6 +78,7 @@ class Blocks:
         Raises what has failed since, and `TornState` after an earlier failure.
         """
         self._settle()
+        self.rounds += 1
         self._order = [*self._seen, *(index for index in self._order if index not in self._seen)]
         for place, index in enumerate(self._order):
             self._places[index] = place
@@ -117,31 +121,28 @@ class Blocks:
             self._wait(place)
 
     def note_torn(self, why: str) -> None:
-        """Refuse all use from now on. `why`: what has failed, in words."""
+        """Refuse all use from now on. `why`: a clause that says what has happened."""
         self._torn = self._torn or why
-
-    def close(self) -> None:
-        """End the volume's threads. Its files end with the last transfer."""
-        self._volume.close()
 
     # Transfers
 
     def _refuse_torn(self) -> None:
         if self._torn:
             raise TornState(
-                f"working state on disk has parts of two steps, since an earlier transfer failed ({self._torn}); "
-                "load a state or a checkpoint, which begins new files"
+                f"working state on disk cannot be used, since {self._torn}; load a state or a checkpoint, which "
+                "begins new files"
             )
 
     def _wait(self, place: _Place) -> None:
         try:
             place.transfer.wait()
         except BaseException as error:
-            self.note_torn(str(error))
+            self.note_torn(f"it has parts of two steps: an earlier transfer failed ({error})")
             raise
 
     def _settle(self) -> None:
         """Raise the errors of writes that have ended."""
+        self._volume.check_process()
         self._refuse_torn()
         for place in self._resident.values():
             if place.writes and place.transfer.done():

@@ -49,13 +49,11 @@ def disk_rates(directories: Sequence[str], seconds: float = 0.3) -> DiskRates:
 
     # Space that was only reserved is slower to write the first time.
     _gb_s(write, nbytes, 0.0)
-    rates = DiskRates(
+    return DiskRates(
         write_gb_s=_gb_s(write, nbytes, seconds),
         read_gb_s=_gb_s(read, nbytes, seconds),
         both_gb_s=_gb_s(both, 2 * nbytes, seconds),
     )
-    volume.close()
-    return rates
 
 
 def _gb_s(move: Callable[[], list[Transfer]], nbytes: int, seconds: float) -> float:

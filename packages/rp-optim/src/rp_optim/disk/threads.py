@@ -24,8 +24,9 @@ class _Progress:
 class TransferThreads:
     """`count` threads that take jobs from one queue, in the order of their submission.
 
-    They are not joined at exit, unlike `rp_optim.jobs.Worker`: a disk that stopped answering would hold up the
-    process for ever, and working state is worth nothing after it.
+    They end with this object, once their jobs are done. They are not joined at exit, unlike
+    `rp_optim.jobs.Worker`: a disk that stopped answering would hold up the process for ever, and working state is
+    worth nothing after it.
     """
 
     def __init__(self, count: int) -> None:
@@ -34,16 +35,11 @@ class TransferThreads:
         self._process = os.getpid()
         self._count = count
         self._has_started = False
-        self._end = finalize(self, _end, self._jobs, count)
-        self._end.atexit = False
+        finalize(self, _end, self._jobs, count).atexit = False
 
     def submit(self, job: Callable[[], None]) -> Outcome[None]:
-        """Queue a job. Raises `DiskError` in a forked child, which does not have the threads."""
-        if self._process != os.getpid():
-            raise DiskError(
-                "working state on disk belongs to the process that opened it, not to one forked from it; make the "
-                "optimizer in the child, or start processes with multiprocessing's 'spawn'"
-            )
+        """Queue a job. Raises `DiskError` in a forked child."""
+        self.check_process()
         if not self._has_started:
             self._has_started = True
             for _ in range(self._count):
@@ -52,13 +48,18 @@ class TransferThreads:
         self._jobs.put(outcome)
         return outcome
 
-    def idle_s(self) -> float:
-        """Return the seconds since a job ended; since the process began if none has."""
-        return time.monotonic() - self._progress.last_end_s
+    @property
+    def last_end_s(self) -> float:
+        """When a job ended last, by `time.monotonic`."""
+        return self._progress.last_end_s
 
-    def close(self) -> None:
-        """End the threads once their jobs are done, without waiting for that."""
-        self._end()
+    def check_process(self) -> None:
+        """Raise `DiskError` in a forked child, which does not have the threads."""
+        if self._process != os.getpid():
+            raise DiskError(
+                "working state on disk belongs to the process that opened it, not to one forked from it; make the "
+                "optimizer in the child, or start processes with multiprocessing's 'spawn'"
+            )
 
 
 def _work(jobs: _Queue, progress: _Progress) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,9 @@ STRIPE_BYTES = 8 << 20
 # Transfers under way in each directory.
 THREADS = 4
 STALL_S = 120.0
+# A stall is looked for so often. A look that came this much late shows that this process was stopped meanwhile.
+_LOOKS = 16
+_STOPPED_S = 1.0
 
 # Reads or writes memory at an offset of one file.
 Move = Callable[[memoryview, int], None]
@@ -26,7 +30,8 @@ Move = Callable[[memoryview, int], None]
 class Transfer:
     """Parts of one read or write under way, each with its directory and the threads there.
 
-    `stall_s`: the most seconds in which a directory may end no part at all, however many wait there.
+    `stall_s`: the most seconds in which a directory may end no part at all, however many wait there. Time in which
+    this process was stopped does not count.
     """
 
     parts: tuple[tuple[Outcome[None], str, TransferThreads], ...] = ()
@@ -42,15 +47,24 @@ class Transfer:
         Raises the first part's error once all have ended; `DiskStalled` if none ends for `stall_s`.
         """
         for outcome, directory, threads in self.parts:
-            while not outcome.wait(self.stall_s):
-                if threads.idle_s() < self.stall_s:
-                    continue
+            if not self._ended(outcome, threads):
                 raise DiskStalled(
                     f"the disk of {directory} has not answered for {self.stall_s:g} s; its state is unknown, so "
                     "load a checkpoint, with another directory if it stays so"
                 )
         for outcome, *_ in self.parts:
             outcome.result()
+
+    def _ended(self, outcome: Outcome[None], threads: TransferThreads) -> bool:
+        """Wait for a part; return whether it has ended before its disk counts as stalled."""
+        seconds, looks = self.stall_s / _LOOKS, 0
+        while looks < _LOOKS:
+            begun_s, last_end_s = time.monotonic(), threads.last_end_s
+            if outcome.wait(seconds):
+                return True
+            was_stopped = time.monotonic() - begun_s > seconds + _STOPPED_S
+            looks = 0 if was_stopped or threads.last_end_s != last_end_s else looks + 1
+        return False
 
 
 class Volume:
@@ -78,6 +92,11 @@ class Volume:
         self._stall_s = stall_s
         self._threads = [TransferThreads(threads) for _ in self.files]
         self.nbytes = 0
+
+    def check_process(self) -> None:
+        """Raise `DiskError` in a forked child."""
+        for threads in self._threads:
+            threads.check_process()
 
     def rounded(self, nbytes: int) -> int:
         """Round a size up to a multiple of the alignment."""
@@ -114,8 +133,3 @@ class Volume:
             nbytes = min(self._stripe - within, len(memory) - done)
             yield index, row * self._stripe + within, memory[done : done + nbytes]
             done += nbytes
-
-    def close(self) -> None:
-        """End the threads once they have done their jobs; the files end when nobody references them."""
-        for threads in self._threads:
-            threads.close()

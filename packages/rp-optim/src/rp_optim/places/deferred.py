@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 
@@ -30,10 +29,3 @@ class Deferred:
     def read(self) -> torch.Tensor:
         """Return the whole tensor in new memory."""
         return self.read_part(0, self.numel()).view(self.shape)
-
-
-def read_deferred(state: dict[str, Any]) -> None:
-    """Replace what is deferred in one parameter's state by tensors."""
-    for name, value in state.items():
-        if isinstance(value, Deferred):
-            state[name] = value.read()

@@ -14,10 +14,10 @@ import torch
 from rp_optim.disk.blocks import Blocks
 from rp_optim.disk.system import SYSTEM, System
 from rp_optim.disk.volume import STALL_S, STRIPE_BYTES, Volume
-from rp_optim.errors import InvalidOption, InvalidParameter
+from rp_optim.errors import DiskError, DiskFull, InvalidOption, InvalidParameter
 from rp_optim.kernels.kept import check_kind
 from rp_optim.kernels.packed import StateKind
-from rp_optim.places.deferred import Deferred, read_deferred
+from rp_optim.places.deferred import Deferred
 from rp_optim.places.place import IN_MEMORY, Outline, Outlines, State, StatePlace, States, bytes_of
 
 _Item = TypeVar("_Item")
@@ -91,10 +91,11 @@ def read_option(optimizer: str, state: StateOption) -> tuple[str, StatePlace]:
     """
     if isinstance(state, Disk):
         return state.kind, OnDisk(state)
-    kind, on, directories = state.partition(_ON)
+    kind, on, directories = str(state).partition(_ON)
     if not on:
-        return state, IN_MEMORY
-    disk = Disk(*directories.split(","), kind=check_kind(optimizer, kind.strip() or "fp32"))
+        return kind, IN_MEMORY
+    names = [name.strip() for name in directories.split(",")]
+    disk = Disk(*names, kind=check_kind(optimizer, kind.strip() or "fp32"))
     return disk.kind, OnDisk(disk)
 
 
@@ -125,6 +126,45 @@ class _Home:
         return memory[start : start + nbytes].view(dtype).view(shape)
 
 
+class _Layout:
+    """The homes of parameters in blocks of files of their own, which end when nobody references them."""
+
+    def __init__(self, disk: Disk, outlines: Mapping[torch.Tensor, Outline]) -> None:
+        self.homes, sizes = _laid_out(outlines, disk.block_bytes)
+        memory_bytes = memory_for(sum(sizes), max(sizes), disk.block_bytes)
+        self.blocks = Blocks(disk.volume(), sizes if outlines else (), memory_bytes)
+
+    def deferred(self, home: _Home) -> dict[str, Deferred]:
+        """Return all tensors of a state, to be read before the next step."""
+        return {name: self._deferred(home, name) for name in home.outline if name in home.present}
+
+    def _deferred(self, home: _Home, name: str) -> Deferred:
+        shape, dtype = home.outline[name]
+        return Deferred(dtype, shape, partial(self._read, home, name, self.blocks.rounds))
+
+    def _read(self, home: _Home, name: str, rounds: int, start: int, stop: int) -> torch.Tensor:
+        if rounds != self.blocks.rounds:
+            raise DiskError(
+                f"{name!r} of a deferred state dict is read after a later step, which has changed it on disk; "
+                "read it before, or ask for another one"
+            )
+        memory = self.blocks.take(home.block)
+        try:
+            return home.view(memory, name).view(-1)[start:stop].clone()
+        finally:
+            self.blocks.give_back(changed=False)
+
+    def keep(self, state: State, home: _Home) -> None:
+        """Move the tensors of a state to the disk."""
+        if not home.outline:
+            return
+        memory = self.blocks.take(home.block)
+        try:
+            _put(state, home, memory)
+        finally:
+            self.blocks.give_back(changed=True)
+
+
 class OnDisk:
     """State in files of a `Disk`: see `StatePlace`. Counters stay in memory.
 
@@ -134,20 +174,42 @@ class OnDisk:
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self._homes: dict[torch.Tensor, _Home] = {}
-        self._blocks = Blocks(disk.volume(), (), 0)
+        self._layout = _Layout(disk, {})
 
     @property
     def blocks(self) -> Blocks:
         """The blocks, which count what was read and written."""
-        return self._blocks
+        return self._layout.blocks
+
+    @property
+    def _homes(self) -> Mapping[torch.Tensor, _Home]:
+        return self._layout.homes
 
     def begin_step(self, states: States, outlines: Outlines) -> None:
         """See `StatePlace`."""
         wanted = outlines()
         if any(not _covers(self._homes.get(parameter), outline) for parameter, outline in wanted.items()):
             self._move(states, wanted)
-        self._blocks.begin_step()
+        self.blocks.begin_step()
+
+    def _move(self, states: States, wanted: Mapping[torch.Tensor, Outline]) -> None:
+        """Lay out anew, for more parameters or more tensors of them, and take over what there is.
+
+        After an error the layout is the one before. Parameters that are not in the optimizer now, but have a
+        state, as frozen ones, keep it.
+        """
+        before = self._layout
+        before.blocks.drain()
+        absent = [parameter for parameter in before.homes if parameter in states and parameter not in wanted]
+        outlines = {
+            parameter: _joined(before.homes.get(parameter), wanted.get(parameter, {}))
+            for parameter in (*wanted, *absent)
+        }
+        layout = _Layout(self._disk, outlines)
+        for parameter, home in layout.homes.items():
+            if (there := before.homes.get(parameter)) is not None and there.present:
+                layout.keep({name: each.read() for name, each in before.deferred(there).items()}, home)
+        self._layout = layout
 
     def parts(
         self, items: Sequence[_Item], parameter_of: Callable[[_Item], torch.Tensor]
@@ -165,7 +227,7 @@ class OnDisk:
         if not any(home.outline for home in homes):
             yield
             return
-        memory = self._blocks.take(homes[0].block)
+        memory = self.blocks.take(homes[0].block)
         for parameter, home in zip(parameters, homes, strict=True):
             states[parameter].update((name, home.view(memory, name)) for name in home.present)
         try:
@@ -175,7 +237,7 @@ class OnDisk:
                 for parameter, home in zip(parameters, homes, strict=True):
                     _put(states[parameter], home, memory)
             finally:
-                self._blocks.give_back(changed=True)
+                self.blocks.give_back(changed=True)
 
     @contextmanager
     def whole(self, states: States) -> Generator[States]:
@@ -191,12 +253,12 @@ class OnDisk:
 
     @contextmanager
     def _replaced(self, states: States, told: Callable[[Deferred], torch.Tensor | Deferred]) -> Generator[None]:
-        self._blocks.drain()
+        self.blocks.drain()
         # Torch's state dicts have the very dicts of `states`, so others take their places meanwhile.
         own = dict(states)
         try:
             for parameter, home in self._homes.items():
-                there = {name: told(self._deferred(home, name)) for name in home.outline if name in home.present}
+                there = {name: told(deferred) for name, deferred in self._layout.deferred(home).items()}
                 if there or parameter in own:
                     states[parameter] = {**own.get(parameter, {}), **there}
             yield
@@ -207,65 +269,38 @@ class OnDisk:
                 else:
                     states.pop(parameter, None)
 
-    def _deferred(self, home: _Home, name: str) -> Deferred:
-        shape, dtype = home.outline[name]
-        return Deferred(dtype, shape, partial(self._read, home, name))
-
-    def _read(self, home: _Home, name: str, start: int, stop: int) -> torch.Tensor:
-        memory = self._blocks.take(home.block)
-        try:
-            return home.view(memory, name).view(-1)[start:stop].clone()
-        finally:
-            self._blocks.give_back(changed=False)
-
-    def renew(self, outlines: Outlines) -> None:
+    @contextmanager
+    def renewed(self, outlines: Outlines) -> Generator[None]:
         """See `StatePlace`."""
-        self._lay_out(outlines())
+        try:
+            self._layout = self._fresh(outlines())
+            yield
+        except BaseException as error:
+            self.blocks.note_torn(f"a state was loaded in part only ({error})")
+            raise
+
+    def _fresh(self, outlines: Mapping[torch.Tensor, Outline]) -> _Layout:
+        """Return an empty layout, in the space of the one before if there is no other."""
+        try:
+            return _Layout(self._disk, outlines)
+        except DiskFull:
+            self._layout = _Layout(self._disk, {})
+        return _Layout(self._disk, outlines)
 
     def keep(self, states: States, parameter: torch.Tensor) -> None:
         """See `StatePlace`."""
         home = self._homes.get(parameter)
-        if home is None or parameter not in states or not home.outline:
-            return
-        memory = self._blocks.take(home.block)
-        try:
-            _put(states[parameter], home, memory)
-        finally:
-            self._blocks.give_back(changed=True)
+        if home is not None and parameter in states:
+            self._layout.keep(states[parameter], home)
 
     def memory_bytes(self, outlines: Outlines) -> int:
         """See `StatePlace`."""
         _, sizes = _laid_out(outlines(), self._disk.block_bytes)
-        return self._memory_for(sizes)
+        return memory_for(sum(sizes), max(sizes), self._disk.block_bytes)
 
     def memory_bytes_now(self) -> int:
         """See `StatePlace`."""
-        return self._blocks.memory_bytes
-
-    # Layout
-
-    def _memory_for(self, sizes: Sequence[int]) -> int:
-        return memory_for(sum(sizes), max(sizes, default=0), self._disk.block_bytes)
-
-    def _lay_out(self, outlines: Mapping[torch.Tensor, Outline]) -> None:
-        homes, sizes = _laid_out(outlines, self._disk.block_bytes)
-        before, self._blocks = self._blocks, Blocks(self._disk.volume(), sizes, self._memory_for(sizes))
-        self._homes = homes
-        before.close()
-
-    def _move(self, states: States, wanted: Mapping[torch.Tensor, Outline]) -> None:
-        """Lay out anew, for more parameters or more tensors of them, and take over what there is."""
-        homes, blocks = self._homes, self._blocks
-        blocks.drain()
-        outlines = {parameter: _joined(homes.get(parameter), outline) for parameter, outline in wanted.items()}
-        old = OnDisk.__new__(OnDisk)
-        old._disk, old._homes, old._blocks = self._disk, homes, blocks
-        self._lay_out(outlines)
-        for parameter, home in homes.items():
-            if parameter in self._homes and home.present:
-                states[parameter].update((name, old._deferred(home, name)) for name in home.present)
-                read_deferred(states[parameter])
-                self.keep(states, parameter)
+        return self.blocks.memory_bytes
 
 
 def _put(state: State, home: _Home, memory: torch.Tensor) -> None:

@@ -45,8 +45,11 @@ class StatePlace(Protocol):
         """Do the same with `Deferred`s for what is not in memory."""
         ...
 
-    def renew(self, outlines: Outlines) -> None:
-        """Forget all state, torn or not; `keep` is called for each parameter next."""
+    def renewed(self, outlines: Outlines) -> AbstractContextManager[None]:
+        """Forget all state, torn or not, and have `keep` called for each parameter until the context ends.
+
+        After an error in it, steps are refused, unless the state is in memory.
+        """
         ...
 
     def keep(self, states: States, parameter: torch.Tensor) -> None:
@@ -86,8 +89,10 @@ class InMemory:
 
     deferred = whole
 
-    def renew(self, outlines: Outlines) -> None:
+    def renewed(self, outlines: Outlines) -> AbstractContextManager[None]:
         """See `StatePlace`."""
+        del outlines
+        return nullcontext()
 
     def keep(self, states: States, parameter: torch.Tensor) -> None:
         """See `StatePlace`."""
