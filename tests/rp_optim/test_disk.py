@@ -540,6 +540,26 @@ assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], before)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_a_step_writes_each_block_once_however_its_parameters_come(layer_by_layer: bool, tmp_path: Path) -> None:
+    parameters = _parameters([(16, 64)] * 64)
+    # Four parameters a block, sixteen blocks, of which memory holds four.
+    optimizer = AdamW(parameters, lr=0.01, state=Disk(str(tmp_path), block_bytes=1 << 15))
+    place: Any = optimizer._place
+    for step in range(3):
+        begun = place.blocks.bytes_written
+        _train(optimizer, [step]) if not layer_by_layer else _step_each(optimizer, parameters)
+        place.blocks.drain()
+        assert place.blocks.bytes_written - begun == place.blocks.volume_bytes
+
+
+def _step_each(optimizer: HostOptimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
+    for parameter in reversed(parameters):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        parameter.grad = None
+
+
 @pytest.mark.parametrize("state", [None, b"fp32", 8])
 def test_what_is_no_state_is_refused(state: Any) -> None:
     with pytest.raises(InvalidOption, match="state"):

@@ -13,6 +13,8 @@ from rp_optim.disk.volume import Transfer, Volume
 from rp_optim.errors import TornState
 
 _IDLE = Transfer()
+# Of memory, one part in so many may be changed blocks that are not written yet.
+_WAITING = 4
 
 
 @dataclass(slots=True)
@@ -27,9 +29,11 @@ class _Place:
 class Blocks:
     """Blocks of fixed sizes on a volume, of which memory holds as many as fit.
 
-    One block at a time is taken, and given back before the next. Those that the step before took next are read
-    meanwhile; those that were given back changed are written meanwhile. Where memory is short, the block that is
-    needed last goes. One thread uses it at a time.
+    One block at a time is taken, and given back before the next. Those that the last round took next are read
+    meanwhile. Those that were given back changed are written meanwhile, unless the same is taken next, as parts of
+    a step often do, or they are small. A round ends when one of its blocks is taken again after others: a step
+    takes all at once, or layer by layer. Where memory is short, the block that is needed last goes. One thread
+    uses it at a time.
 
     Args:
         volume: where the blocks are. Space for all is reserved here.
@@ -51,13 +55,15 @@ class Blocks:
         # Blocks that have contents on the volume.
         self._written: set[int] = set()
         self._taken: int | None = None
+        # Blocks that were given back changed and are to be written, the last at the end.
+        self._changed: dict[int, None] = {}
         self._order = list(range(len(sizes)))
         self._places = list(self._order)
         self._at = -1
         self._seen: dict[int, None] = {}
         self._torn = ""
-        # How many rounds have begun.
-        self.rounds = 0
+        # How many steps have begun.
+        self.steps = 0
         # Bytes read and written so far.
         self.bytes_read = 0
         self.bytes_written = 0
@@ -73,17 +79,9 @@ class Blocks:
         return self._addresses[-1]
 
     def begin_step(self) -> None:
-        """Begin another round, expected to be in the order of the last one.
-
-        Raises what has failed since, and `TornState` after an earlier failure.
-        """
+        """Begin to change blocks. Raises what has failed since, and `TornState` after an earlier failure."""
         self._settle()
-        self.rounds += 1
-        self._order = [*self._seen, *(index for index in self._order if index not in self._seen)]
-        for place, index in enumerate(self._order):
-            self._places[index] = place
-        self._seen, self._at = {}, -1
-        self._read_ahead()
+        self.steps += 1
 
     def take(self, index: int) -> torch.Tensor:
         """Return a block's memory once it may be read and written: (bytes,) uint8, anything if it is new.
@@ -94,29 +92,44 @@ class Blocks:
             # An exception such as Ctrl-C came between taking it and using it.
             self.note_torn("a step was interrupted")
         self._settle()
+        self._write_changed(self._arena.nbytes // _WAITING, but=index)
         place = self._resident.get(index) or self._load(index)
         self._wait(place)
         self._taken = index
-        self._seen.setdefault(index)
-        self._at = self._places[index]
+        self._note_order(index)
         self._read_ahead()
         return self._arena.tensor_at(place.offset, self._sizes[index])
 
     def give_back(self, *, changed: bool) -> None:
-        """End the use of the block that was taken last, and begin to write it if it was changed."""
+        """End the use of the block that was taken last."""
         assert self._taken is not None
         index, self._taken = self._taken, None
         if changed:
-            self._refuse_torn()
-            self._written.add(index)
-            place = self._resident[index]
-            place.transfer = self._volume.write(self._addresses[index], self._memory_of(index, place))
-            place.writes = True
-            self.bytes_written += self._sizes[index]
+            self._changed.pop(index, None)
+            self._changed[index] = None
+
+    def _write_changed(self, nbytes: int, *, but: int | None = None) -> None:
+        """Begin to write what was changed, the oldest first, until only so much is left, or the block `but`."""
+        waiting = [index for index in self._changed if index != but]
+        left = sum(map(self._sizes.__getitem__, waiting))
+        for index in waiting:
+            if left <= nbytes:
+                return
+            self._write(index)
+            left -= self._sizes[index]
+
+    def _write(self, index: int) -> None:
+        del self._changed[index]
+        self._written.add(index)
+        place = self._resident[index]
+        place.transfer = self._volume.write(self._addresses[index], self._memory_of(index, place))
+        place.writes = True
+        self.bytes_written += self._sizes[index]
 
     def drain(self) -> None:
-        """Wait for all transfers. Raises their errors."""
+        """Write what was changed, and wait for all transfers. Raises their errors."""
         self._refuse_torn()
+        self._write_changed(0)
         for place in list(self._resident.values()):
             self._wait(place)
 
@@ -162,12 +175,23 @@ class Blocks:
     def _load(self, index: int) -> _Place:
         while (offset := self._room(self._sizes[index], -1)) is None:
             # The arena is as large as the largest block, so something is under way, or has just ended.
+            self._write_changed(0)
             for place in [place for place in self._resident.values() if not place.transfer.done()][:1]:
                 self._wait(place)
             self._settle()
         return self._read(index, offset)
 
     # Which blocks are in memory
+
+    def _note_order(self, index: int) -> None:
+        """Note that this block was taken; if that begins another round, expect it in the order of the last one."""
+        if index in self._seen and index != self._order[self._at]:
+            self._order = [*self._seen, *(one for one in self._order if one not in self._seen)]
+            for place, one in enumerate(self._order):
+                self._places[one] = place
+            self._seen = {}
+        self._seen.setdefault(index)
+        self._at = self._places[index]
 
     def _upcoming(self) -> Iterator[int]:
         """Yield the other blocks in the order in which they are expected; at the end comes the next round."""
@@ -196,7 +220,10 @@ class Blocks:
         droppable = [
             index
             for index, place in self._resident.items()
-            if index != self._taken and place.transfer.done() and self._distance(index) > nearest
+            if index != self._taken
+            and index not in self._changed
+            and place.transfer.done()
+            and self._distance(index) > nearest
         ]
         for index in sorted(droppable, key=self._distance, reverse=True):
             self._drop(index)

@@ -140,10 +140,10 @@ class _Layout:
 
     def _deferred(self, home: _Home, name: str) -> Deferred:
         shape, dtype = home.outline[name]
-        return Deferred(dtype, shape, partial(self._read, home, name, self.blocks.rounds))
+        return Deferred(dtype, shape, partial(self._read, home, name, self.blocks.steps))
 
-    def _read(self, home: _Home, name: str, rounds: int, start: int, stop: int) -> torch.Tensor:
-        if rounds != self.blocks.rounds:
+    def _read(self, home: _Home, name: str, steps: int, start: int, stop: int) -> torch.Tensor:
+        if steps != self.blocks.steps:
             raise DiskError(
                 f"{name!r} of a deferred state dict is read after a later step, which has changed it on disk; "
                 "read it before, or ask for another one"
