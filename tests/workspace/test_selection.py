@@ -132,16 +132,16 @@ def test_nothing_else_is_left_out(pytester: pytest.Pytester) -> None:
     assert superfluous(pytester.getitems(THREE_AXES.format(mark="timeout(9)"))) == set()
 
 
-@given(st.integers(0, 500))
-def test_places_are_evenly_spaced(length: int) -> None:
-    places = spaced(length)
-    assert len(places) == min(length, 2)
+@given(st.integers(0, 500), st.integers(1, 9))
+def test_places_are_evenly_spaced(length: int, most: int) -> None:
+    places = spaced(length, most)
+    assert len(places) == min(length, most)
     assert places[:1] == [0][:length]
     steps = {after - before for before, after in pairwise([*places, length])}
     assert not steps or max(steps) - min(steps) <= 1
 
 
-def test_of_many_cases_coverage_looks_at_two_and_the_others_run_without(pytester: pytest.Pytester) -> None:
+def test_of_many_cases_coverage_looks_at_eight_and_the_others_run_without(pytester: pytest.Pytester) -> None:
     items = pytester.getitems("""
         import pytest
 
@@ -157,4 +157,4 @@ def test_of_many_cases_coverage_looks_at_two_and_the_others_run_without(pytester
             pass
     """)
     chosen = [item.name for item in items if item in traced(items)]
-    assert chosen == [*(f"test_many[{number}]" for number in (0, 10)), "test_one"]
+    assert chosen == [*(f"test_many[{number}]" for number in (0, 2, 5, 7, 10, 12, 15, 17)), "test_one"]
