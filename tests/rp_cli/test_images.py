@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,16 @@ import pytest
 import torch
 import vision
 from rp_cli.finetune.data.images import decoding
-from rp_cli.finetune.data.images.processor import Sight
+from rp_cli.finetune.data.images.processor import Sight, sight_of
+from rp_cli.finetune.data.notes import Notes
+from rp_cli.finetune.data.rows.documents import read_samples
+from rp_cli.finetune.data.tokens import Reader
+from rp_cli.finetune.model import placeholders_in
 from rp_cli.main import main
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning.settings import learning_rate
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 pytest.importorskip("torchvision")
 pytestmark = pytest.mark.usefixtures("measured_once")
@@ -74,7 +80,9 @@ def rows(folder: Path) -> tuple[Path, list[tuple[list[Any], list[Any]]]]:
     return finetuning.json_lines(folder / "data.jsonl", records), plain
 
 
-def plain_losses(folder: Path, conversations: list[tuple[list[Any], list[Any]]]) -> tuple[list[float], Any]:
+def plain_losses(
+    folder: Path, conversations: Sequence[tuple[list[Any], Sequence[Any]]]
+) -> tuple[list[float], Any]:
     """Train on all at each step, as a script of transformers does."""
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
     processor = AutoProcessor.from_pretrained(folder)
@@ -127,6 +135,19 @@ def test_a_run_on_images_equals_a_plain_loop(family, folders, tmp_path):
         # The gradient of a key's bias is rounding alone.
         assert (value - plain.state_dict()[name]).norm() <= 1e-2 * moved + 1e-4, name
     assert type(AutoProcessor.from_pretrained(out / "model")) is type(vision.processor(family))
+
+
+def test_a_model_that_is_only_for_images_trains_on_text_alone(folders, tmp_path):
+    conversations = [([{"role": "user", "content": "what is it?"}, said(number)], ()) for number in range(6)]
+    data = finetuning.json_lines(tmp_path / "data.jsonl", [{"messages": one} for one, _ in conversations])
+    folder, out = folders["qwen3-vl"], tmp_path / "run"
+    arguments = ["--model", str(folder), "--data", str(data), "--output", str(out), "--batch", "6"]
+
+    assert main(["train", *arguments, *SETTINGS, "--no-packing"]) == 0
+
+    losses, _ = plain_losses(folder, conversations)
+    assert [line["loss"] for line in finetuning.lines(out)] == pytest.approx(losses, rel=1e-5)
+    assert type(AutoModelForImageTextToText.from_pretrained(out / "model")) is type(vision.model("qwen3-vl"))
 
 
 # --- what is wrong, and where
@@ -184,6 +205,41 @@ def test_rows_whose_images_have_no_place_are_refused(folders, tmp_path, capsys):
     assert "'<|image_pad|>' once for each of 1 images, but wrote it 2 times" in " ".join(
         capsys.readouterr().err.split()
     )
+
+
+def test_words_that_stand_for_images_are_refused_in_texts_of_all_kinds(folders, tmp_path, capsys):
+    folder, word = folders["gemma3"], "<image_soft_token>"
+    asked = [{"role": "user", "content": f"{word} one"}, said(1)]
+    wrong = [
+        {"text": f"one {word}"},
+        {"prompt": "one", "completion": word},
+        {"messages": asked},
+        {"messages": [*asked, *chat(uri(png(1)))["messages"]]},
+    ]
+    data = finetuning.json_lines(tmp_path / "data.jsonl", [*wrong, {"text": "one"}])
+    tokenizer, known = AutoTokenizer.from_pretrained(folder), placeholders_in(folder / "config.json")
+    reader = {"sequence": 256, "completions_only": False, "sight": lambda: sight_of(folder), "placeholders": known}
+
+    for sample in list(read_samples("--data", [data]))[:4]:
+        with pytest.raises(Refused, match=rf"data.jsonl:\d has '{re.escape(word)}' in its text"):
+            Reader(tokenizer, **reader).read([sample])
+
+    notes = Notes(True)
+    assert len(Reader(tokenizer, notes=notes, **reader).read(read_samples("--data", [data])).all) == 1
+    assert notes.skipped == 4
+    finetuning.json_lines(data, [{"text": word}])
+    assert main(["prepare", "--model", str(folder), "--data", str(data), "--output", str(tmp_path / "made")]) == 2
+    assert trained(folder, tmp_path, [{"messages": asked}])[0] == 2
+    assert " ".join(capsys.readouterr().err.split()).count("which stands for what the model sees") == 2
+
+
+def test_another_processor_is_refused_before_the_first_step(folders, tmp_path, capsys):
+    given = ["--tokenizer", str(folders["gemma3"])]
+
+    assert trained(folders["qwen3-vl"], tmp_path, [chat(uri(png(1)))] * 3, *given)[0] == 2
+
+    error = " ".join(capsys.readouterr().err.split())
+    assert "data.jsonl:1: image 1 of 1: a Qwen3VLForConditionalGeneration does not take what a Gemma3Proc" in error
 
 
 def test_images_for_a_model_of_text_are_refused(tmp_path, capsys):

@@ -14,7 +14,7 @@ from rp_cli.finetune.data.gathered import InFile
 from rp_cli.finetune.data.prepared import TOKENS, is_prepared, prepared_in, write
 from rp_cli.finetune.data.reading import Manner, check_some, read_all
 from rp_cli.finetune.fetching import without_names
-from rp_cli.finetune.model import check_folders, loader_of
+from rp_cli.finetune.model import check_folders, config_file, loader_of, placeholders_in
 from rp_cli.finetune.options import FineTuning, Preparation
 from rp_cli.finetune.places import check_places
 from rp_cli.options.declared import Given, read
@@ -71,7 +71,8 @@ def _prepared(options: FineTuning, folder: Path) -> Documents:
     data = options.data or ()
     if (already := prepared_in("--data", data)) is not None:
         raise Refused(f"--data {already} is prepared already; give it to `roundpipe train`")
-    manner = Manner(options.sequence, options.completions_only, options.skip_bad_rows, datetime.now())
+    seen = placeholders_in(config_file(options))
+    manner = Manner(options.sequence, options.completions_only, options.skip_bad_rows, datetime.now(), seen)
     gather = partial(InFile, folder / TOKENS)
     _, known, (documents,) = read_all(loader_of(options), [("--data", data)], manner, gather)
     check_some(f"--data {', '.join(map(str, data))}", options.sequence, documents)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from rp_cli.finetune.data.documents import Documents
 from rp_cli.finetune.data.documents import held_out as divided
 from rp_cli.finetune.data.library import library_source
 from rp_cli.finetune.data.reading import Manner, check_some, read_all
-from rp_cli.finetune.model import pad_of
+from rp_cli.finetune.model import pad_of, placeholders_in
 from rp_cli.finetune.resumed import CLOCK
 from rp_cli.runs.sources import Source
 from rp_cli.talking.speaker import loaded_tokenizer
@@ -56,7 +56,9 @@ def held_out(source: Source, options: EvalOptions) -> HeldOut:
     """Read and tokenize the data. Raises `Refused` for data that cannot be used, and for a run without any."""
     run = source.recipe
     wanted = _given(options, run) if options.data is not None else _of_run(source, options, run)
-    tokenizer, _, read = read_all(partial(loaded_tokenizer, source), wanted.given, wanted.manner)
+    # Rows with these are no data of the run either.
+    manner = replace(wanted.manner, placeholders=placeholders_in(source.model / "config.json"))
+    tokenizer, _, read = read_all(partial(loaded_tokenizer, source), wanted.given, manner)
     documents = read[-1]
     notes = [*documents.notes.lines(wanted.given[-1][0]), *_changed(wanted, read)]
     if wanted.part:

@@ -1,14 +1,17 @@
-"""Try a model before it trains: no token may see later ones, nor other documents, and weights must be finite."""
+"""Try a model before it trains: which tokens see which others, whether weights are finite, and images taken."""
 # Torch leaves norms, medians and its random state untyped:
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig
+from rp_engine.errors import RoundPipeError
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning.training import spoilt_weight
 from torch import Tensor
@@ -51,22 +54,49 @@ def check_causality(model: RoundPipe, vocabulary: int, *, is_packed: bool, shape
         )
 
 
+def check_images(model: RoundPipe, call: Mapping[str, Any], place: str, processor: str) -> None:
+    """Raise `Refused` unless the model takes images as its processor makes them. `call`: arguments with some.
+
+    `place`: of the row with these. The classes of errors of a model's code for what it was not made for are any.
+    """
+    config = RoundPipeRunConfig(num_microbatch=1)
+    try:
+        with _trying(model):
+            model.loss(input_kwargs=dict(call), run_config=config)
+    except (Refused, MemoryError, torch.OutOfMemoryError, RoundPipeError):
+        raise
+    except Exception as error:
+        name = type(model.named_model).__name__
+        raise Refused(
+            f"{place}: a {name} does not take what a {processor} makes of it ({type(error).__name__}: {error}); "
+            "name the folder of the model's own processor with --tokenizer"
+        ) from error
+
+
+@contextmanager
+def _trying(model: RoundPipe) -> Generator[None]:
+    """Leave the model's mode, and the random numbers of the training, as they are."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
 def _logits(model: RoundPipe, vocabulary: int, *, is_packed: bool, shaped: Sequence[str]) -> Tensor:
     """Return the logits of each of the sequences."""
     inputs = _sequences(vocabulary, is_packed=is_packed)
     inputs["input_ids"] = _as_text(inputs["input_ids"], getattr(model.named_model, "config", None))
     inputs |= {name: torch.zeros_like(inputs["input_ids"]) for name in shaped}
-    was_training = model.training
-    model.eval()
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with _trying(model):
             logits: Tensor = model(**inputs, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1)).logits
     except TypeError as error:
         if not is_packed:
             raise
         raise Refused(f"--no-packing must be given: the model takes no position_ids ({error})") from error
-    finally:
-        model.train(was_training)
     # If all weights are finite, this may be intended: some models set logits of forbidden tokens to -inf.
     if not bool(logits.isfinite().all()) and (problem := spoilt_weight(model, "--model")) is not None:
         raise Refused(problem)

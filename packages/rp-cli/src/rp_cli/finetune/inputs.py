@@ -10,6 +10,7 @@ from typing import Any
 
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning import Evaluation
+from torch import Tensor
 
 from rp_cli.finetune.data.batches import Sequences, Steps
 from rp_cli.finetune.data.documents import Documents, held_out
@@ -20,7 +21,7 @@ from rp_cli.finetune.data.images.pictures import Spool
 from rp_cli.finetune.data.images.processor import Sight
 from rp_cli.finetune.data.library import library_source
 from rp_cli.finetune.data.reading import Eyes, Manner, check_some, read_all
-from rp_cli.finetune.model import loader_of, pad_of, sight_for
+from rp_cli.finetune.model import config_file, loader_of, pad_of, placeholders_in, sight_for
 from rp_cli.finetune.options import FineTuning
 
 
@@ -42,6 +43,13 @@ class Data:
     notes: Sequence[str]
     sight: Sight | None = None
 
+    def with_images(self, pad: int) -> tuple[str, dict[str, Tensor]] | None:
+        """Return the place of the first image to train on, and the arguments of a call with its row alone."""
+        document = next((one for one in self.training.all if one.seen), None)
+        if document is None or document.seen is None:
+            return None
+        return document.seen.pictures[0].place, self.sequences.of([[document]], pad)
+
 
 def read_data(options: FineTuning, clock: datetime) -> tuple[Any, Data]:
     """Return the tokenizer and the tokenized data."""
@@ -49,7 +57,8 @@ def read_data(options: FineTuning, clock: datetime) -> tuple[Any, Data]:
     if options.eval_data is not None:
         given.append(("--eval-data", options.eval_data))
     load = loader_of(options)
-    manner = Manner(options.sequence, options.completions_only, options.skip_bad_rows, clock)
+    known = placeholders_in(config_file(options))
+    manner = Manner(options.sequence, options.completions_only, options.skip_bad_rows, clock, known)
     # A file without a name, if memory is short, is where there is room for the results.
     gather = partial(Gathered, options.output)
     eyes = Eyes(partial(sight_for, options), Spool(options.output))

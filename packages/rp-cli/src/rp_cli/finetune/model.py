@@ -19,7 +19,7 @@ from rp_cli.adapters.choice import Adapters
 from rp_cli.adapters.making import adapt
 from rp_cli.adapters.vocabulary import grow
 from rp_cli.estimate.meta.meta_model import config_of, try_if_unusual
-from rp_cli.estimate.meta.model_class import model_class, sees
+from rp_cli.estimate.meta.model_class import model_class, placeholders, sees
 from rp_cli.finetune.data.images.processor import Sight, has_processor, sight_of
 from rp_cli.finetune.options import FineTuning
 from rp_cli.hub.models import called
@@ -131,6 +131,11 @@ def sight_for(options: FineTuning) -> Sight | str:
     if not has_processor(folder):
         return f"there is no processor in {folder} (processor_config.json); name a folder that has one"
     return sight_of(folder, {"min_pixels": options.min_pixels, "max_pixels": options.max_pixels})
+
+
+def placeholders_in(config: Path) -> frozenset[int]:
+    """Return the tokens that the model of a config file replaces by what it sees or hears."""
+    return placeholders(config_of(config, is_stored=True))
 
 
 def pad_of(tokenizer: Any) -> int:

@@ -23,7 +23,7 @@ from rp_trainer.processes import ALONE, Processes
 
 from rp_cli.adapters.making import check_installed
 from rp_cli.finetune.beginning import begun_from
-from rp_cli.finetune.causality import check_causality
+from rp_cli.finetune.causality import check_causality, check_images
 from rp_cli.finetune.devices import fitted, opened
 from rp_cli.finetune.fetching import fetch_weights, is_on_hub, without_names
 from rp_cli.finetune.forecast import foretold, summary, vocabulary_of
@@ -32,6 +32,7 @@ from rp_cli.finetune.model import (
     check_folders,
     check_model,
     check_weights,
+    pad_of,
     save_model,
     trained_on,
     without_bars,
@@ -197,6 +198,9 @@ def _train(
 ) -> Outcome:
     shaped = () if data.sight is None else data.training.shaped
     check_causality(model, vocabulary_of(model.named_model), is_packed=options.packing, shaped=shaped)
+    if data.sight is not None and (shown := data.with_images(pad_of(tokenizer))) is not None:
+        place, call = shown
+        check_images(model, call, place, type(data.sight.processor).__name__)
     settings = settings_of(options, data.steps)
     processes.lead(lambda: _extend(options, data))
     saved_beside = tokenizer if data.sight is None else data.sight.processor

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+# Of the configs of transformers.
+_PLACEHOLDERS = ("image_token_id", "image_token_index", "img_token_id", "image_patch_id")
+_PLACEHOLDERS += ("video_token_id", "video_token_index", "audio_token_id", "audio_token_index")
+
 
 def sees(config: Any) -> bool:
     """Return whether transformers has a model for images and text of a config.
@@ -15,6 +19,17 @@ def sees(config: Any) -> bool:
     from transformers.models.auto import modeling_auto
 
     return config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+
+def placeholders(config: Any) -> frozenset[int]:
+    """Return the tokens that the model of a config replaces by what it sees or hears.
+
+    >>> from transformers import LlavaConfig, LlamaConfig
+    >>> sorted(placeholders(LlavaConfig(image_token_index=9))), sorted(placeholders(LlamaConfig()))
+    ([9], [])
+    """
+    found = (getattr(config, name, None) for name in _PLACEHOLDERS) if sees(config) else ()
+    return frozenset(one for one in found if isinstance(one, int))
 
 
 def model_class(config: Any, *, with_images: bool) -> Any:

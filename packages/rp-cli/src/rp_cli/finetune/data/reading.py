@@ -32,12 +32,16 @@ _HINT = "name another --tokenizer, or leave this out of the data"
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How data is read. `clock`: the time that chat templates see. `skips_bad_rows`: instead of refusing them."""
+    """How data is read. `clock`: the time that chat templates see. `skips_bad_rows`: instead of refusing them.
+
+    `placeholders`: tokens that the model replaces by what it sees or hears.
+    """
 
     sequence: int
     completions_only: bool
     skips_bad_rows: bool = False
     clock: datetime | None = None
+    placeholders: frozenset[int] = frozenset()
 
     def made(self, tokenizer: str) -> Made:
         """Return how data is made with a tokenizer, given by its fingerprint."""
@@ -119,6 +123,7 @@ def _reader(tokenizer: Any, manner: Manner, budget: Budget, eyes: Eyes | None) -
         clock=manner.clock,
         budget=budget,
         notes=Notes(manner.skips_bad_rows),
+        placeholders=manner.placeholders,
         **seeing,
     )
 

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import cached_property
-from itertools import islice
+from itertools import compress, islice
 from typing import Any
 
 from rp_trainer.errors import Refused
@@ -36,6 +36,7 @@ class Reader:
     `completions_only`: learn only completions and the assistant's messages, instead of everything. `clock`: the
     time that chat templates see. `budget`: told of what is tokenized next. `notes`: whether samples that cannot be
     learned from are omitted, and what is noticed. `sight`: loads what reads images, or says why there are none.
+    `placeholders`: tokens that the model replaces by images, which no text may have.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class Reader:
         budget: Unlimited | None = None,
         notes: Notes | None = None,
         sight: Callable[[], Sight | str] = lambda: "this command reads text alone",
+        placeholders: frozenset[int] = frozenset(),
     ) -> None:
+        self._placeholders = placeholders
         self._load_sight = sight
         # Images without a file, by digest, until they are sent on; and what the processor has for each token.
         self.inline: dict[str, bytes] = {}
@@ -100,6 +103,8 @@ class Reader:
     def _learned(self, sample: Sample, tokens: list[int]) -> Document:
         """Return a sample's tokens, uncut; those of a text are given. Raises `Refused` if nothing is learned."""
         whole = self._document(sample, tokens)
+        if whole.seen is None:
+            self._check_text(sample.place, whole.tokens)
         if not whole.labels or not _says_something(sample):
             raise Refused(f"{sample.place} has nothing to learn: {_why(sample, self._completions_only)}")
         return whole
@@ -117,7 +122,7 @@ class Reader:
         return _document(tokens, [True] * len(tokens))
 
     def _of_chat(self, chat: Chat) -> Document:
-        if chat.plain is not None and not getattr(self._tokenizer, "chat_template", None):
+        if chat.plain is not None and not chat.images and not getattr(self._tokenizer, "chat_template", None):
             return self._of_completion(chat.plain)
         self._template = template = self._template or ChatTemplate(
             self._tokenizer, clock=self._clock, notes=self.notes
@@ -138,9 +143,19 @@ class Reader:
         found = [self._picture(source) for source in chat.images]
         expanded = sight.expanded(chat.place, text, [image for _, image in found])
         self.shaped |= {*expanded.shaped}
+        self._check_text(chat.place, list(compress(expanded.tokens, expanded.learned(None))))
         learned = expanded.learned(spans)
         seen = Seen(text, tuple(picture for picture, _ in found), expanded.end)
         return Document(array("i", expanded.tokens), bytes(learned), seen)
+
+    def _check_text(self, place: str, tokens: Sequence[int]) -> None:
+        """Refuse text with words that stand for images: the model would look for these."""
+        if not self._placeholders.isdisjoint(tokens):
+            found = next(one for one in tokens if one in self._placeholders)
+            raise Refused(
+                f"{place} has {self._tokenizer.convert_ids_to_tokens(found)!r} in its text, which stands for what "
+                "the model sees or hears; write another word, or leave the row out"
+            )
 
     @cached_property
     def _sight(self) -> Sight | str:

@@ -8,10 +8,9 @@ from typing import Any, cast
 
 from rp_trainer.errors import Refused
 
-from rp_cli.finetune.data.images.sources import Source
+from rp_cli.finetune.data.images.sources import COLUMNS, Source
 from rp_cli.finetune.data.rows.messages import GIVEN, IMAGE, USER, Message
 
-COLUMNS = ("images", "image")
 # What stands for an image in the texts of many data sets, such as LLaVA's.
 _MARK = "<image>"
 _PART: Message = {"type": IMAGE, GIVEN: {}}
@@ -33,9 +32,9 @@ def with_images(
     Images of a column take the parts without one of their own; or the places of ``<image>`` in texts; or they come
     before what the user says first. `folder`: of the file, in which paths begin.
 
-    Raises `Refused` if there are other numbers of images and of places.
+    Raises `Refused` if there are other numbers of images and of places, and for two columns.
     """
-    column = _in_column(row)
+    column = _in_column(place, row)
     if column and not _parts(messages):
         messages = _marked(messages) if _MARK in _texts(messages) else _begun(place, messages, len(column))
     parts = _parts(messages)
@@ -53,12 +52,21 @@ def with_images(
     return [_without_given(message) for message in messages], sources
 
 
-def _in_column(row: Mapping[str, Any]) -> list[object]:
-    value: object = next((row[name] for name in COLUMNS if row.get(name) is not None), None)
-    if isinstance(value, list):
-        return cast("list[object]", value)
-    # Some data has an empty path where a row has no image.
-    return [value] if value else []
+def columns(row: Mapping[str, Any]) -> list[str]:
+    """Return the names of a row's columns with images. Some data has an empty path where a row has none.
+
+    >>> columns({"images": [], "image": "a.png"}), columns({"image": ""})
+    (['image'], [])
+    """
+    return [name for name in COLUMNS if row.get(name)]
+
+
+def _in_column(place: str, row: Mapping[str, Any]) -> list[object]:
+    names = columns(row)
+    if len(names) > 1:
+        raise Refused(f"{place} has images in {' and '.join(map(repr, names))}; write all of them into one column")
+    value: object = row[names[0]] if names else []
+    return cast("list[object]", value) if isinstance(value, list) else [value]
 
 
 def _parts(messages: Sequence[Message]) -> list[Message]:

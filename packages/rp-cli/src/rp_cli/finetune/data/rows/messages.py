@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from rp_trainer.errors import Refused
 
-from rp_cli.finetune.data.images.sources import FIELDS
+from rp_cli.finetune.data.images.sources import COLUMNS, FIELDS
 
 Message = Mapping[str, Any]
 # The type of a part that stands for an image, and where such a part has what the row says of it.
@@ -64,6 +64,7 @@ def _message(place: str, message: object) -> Message:
     given = cast("Message", message if isinstance(message, dict) else {})
     if "role" not in given and "from" in given:
         given = _of_share_gpt(place, given)
+    _refuse_beside(place, given)
     content = given.get("content")
     if not isinstance(given.get("role"), str) or (content is None and not given.get("tool_calls")):
         raise Refused(f"{place}: each message must have a 'role' and a 'content', but one is {message!r:.60}")
@@ -73,6 +74,16 @@ def _message(place: str, message: object) -> Message:
     if not isinstance(content, str | None):
         raise Refused(f"{place}: the 'content' of a message must be text, but one is {content!r:.60}")
     return given
+
+
+def _refuse_beside(place: str, message: Message) -> None:
+    """Raise `Refused` for images beside a message's content: templates do not look there."""
+    for name in COLUMNS:
+        if message.get(name):
+            raise Refused(
+                f"{place}: a message has {name!r} beside its content; write parts of type {IMAGE!r}, or a column "
+                f"{COLUMNS[0]!r} of the row"
+            )
 
 
 def _of_parts(place: str, parts: Sequence[object]) -> str | list[Message]:

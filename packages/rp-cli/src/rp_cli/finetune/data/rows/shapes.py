@@ -9,12 +9,13 @@ from typing import Any, cast
 
 from rp_trainer.errors import Refused
 
-from rp_cli.finetune.data.rows.images import with_images
+from rp_cli.finetune.data.rows.images import columns, with_images
 from rp_cli.finetune.data.rows.messages import ASSISTANT, SYSTEM, USER, Message, messages_of, parsed
 from rp_cli.finetune.data.samples import Chat, Completion, Sample, Text
 
 Row = Mapping[str, Any]
 _PREFERENCES = ("chosen", "rejected")
+_UNREAD = ("videos", "audios")
 # Of Stanford's Alpaca: https://github.com/tatsu-lab/stanford_alpaca#data-release
 _BELOW = "Below is an instruction that describes a task"
 _WITH_INPUT = f"{_BELOW}, paired with an input that provides further context"
@@ -44,12 +45,18 @@ def sample_of(option: str, place: str, row: Row, folder: Path | None = None) -> 
 
 
 def _seeing(option: str, row: Row, sample: Sample, folder: Path) -> Sample:
-    """Return a sample with the images of its row."""
+    """Return a sample with the images of its row. Raises `Refused` for what would not be seen."""
+    for name in _UNREAD:
+        if isinstance(row.get(name), list) and row[name]:
+            raise Refused(f"{option} {sample.place} has {name}, which are not read; leave the row out")
     if isinstance(sample, Chat):
         messages, images = with_images(f"{option} {sample.place}", row, sample.messages, folder)
         return replace(sample, messages=messages, images=images) if images else sample
-    if isinstance(images := row.get("images"), list) and images:
-        raise Refused(f"{option} {sample.place} has images, which need a conversation; write it as 'messages'")
+    if names := columns(row):
+        raise Refused(
+            f"{option} {sample.place} has images, which need a conversation; write it as 'messages', or leave "
+            f"{names[0]!r} out"
+        )
     return sample
 
 
