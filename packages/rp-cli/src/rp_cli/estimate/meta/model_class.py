@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 # Of the configs of transformers.
-_PLACEHOLDERS = ("image_token_id", "image_token_index", "img_token_id", "image_patch_id")
-_PLACEHOLDERS += ("video_token_id", "video_token_index", "audio_token_id", "audio_token_index")
+_OF_IMAGES = ("image_token_id", "image_token_index", "img_token_id", "image_patch_id")
+_OF_OTHERS = ("video_token_id", "video_token_index", "audio_token_id", "audio_token_index")
 
 
 def sees(config: Any) -> bool:
@@ -28,7 +28,7 @@ def placeholders(config: Any) -> frozenset[int]:
     >>> sorted(placeholders(LlavaConfig(image_token_index=9))), sorted(placeholders(LlamaConfig()))
     ([9], [])
     """
-    found = (getattr(config, name, None) for name in _PLACEHOLDERS) if sees(config) else ()
+    found = (getattr(config, name, None) for name in (*_OF_IMAGES, *_OF_OTHERS)) if sees(config) else ()
     return frozenset(one for one in found if isinstance(one, int))
 
 
