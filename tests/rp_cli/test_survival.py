@@ -276,8 +276,8 @@ def test_a_run_ends_well_whatever_becomes_of_its_folder(
     assert AutoModelForCausalLM.from_pretrained(tmp_path / place / "model")
     assert f"{tmp_path / place / 'model'}" in shown.out + shown.err
     assert "Traceback" not in shown.err
-    if not wanted:
-        assert steps_in(tmp_path / place) == list(range(1, STEPS + 1))
+    assert steps_in(tmp_path / place) == list(range(1, STEPS + 1))
+    assert (tmp_path / place / "report.html").is_file()
     if name == "another run":
         assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "options.json"]
     assert not (tmp_path / place / ".lock").exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -32,6 +32,8 @@ class OthersFolder:
 
     # How often it was found elsewhere, or made anew.
     changes = 0
+    # The first process tells of a folder beside.
+    beside = ""
 
     def __init__(self, folder: Path, names: Names, *, resume: bool) -> None:
         self.folder, self.names, self.resume = folder, names, resume
@@ -64,6 +66,8 @@ class RunFolder:
         self._options = b""
         # How often it was found elsewhere, or made anew.
         self.changes = 0
+        # Why a folder beside is used instead; empty if none is.
+        self.beside = ""
         self._told = ""
 
     @property
@@ -130,8 +134,11 @@ class RunFolder:
 
         A full disk would be full there, too, so it is no reason. Raises `Unwritable` if there cannot be one.
         """
-        with suppress(Unwritable):
+        try:
             self._check_usable()
+        except Unwritable as error:
+            why = str(error)
+        else:
             return self.folder
         near = self._given.absolute()
         with writing(f"a folder beside {self.names.folder} {self._given}"):
@@ -139,6 +146,7 @@ class RunFolder:
             chosen = next(path for path in free if not path.exists())
             self._lock.take_again(chosen, self._write_options)
             self.changes += 1
+        self.beside = why
         return chosen
 
     def _check_usable(self) -> None:

@@ -265,7 +265,10 @@ class InFolder:
             self._processes.lead(self._write)
         except (Unwritable, ToldElsewhere) as error:
             self._write_beside(done, error)
-        _LOG.info("the model is in %s", self._folder.folder / MODEL)
+        place = self._folder.folder / MODEL
+        _LOG.info("the model is in %s", place)
+        if self._folder.beside:
+            return unwritten or Unwritable(f"{self._folder.beside}; the model is in {place} instead")
         return unwritten
 
     def _last_checkpoint(self, done: int) -> Unwritable | None:
