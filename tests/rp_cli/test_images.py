@@ -345,6 +345,19 @@ def test_what_stands_for_an_image_is_not_learned_where_all_text_is(family):
     assert expanded.end == max(at for at, one in enumerate(expanded.tokens, 1) if not learned[at - 1])
 
 
+@pytest.mark.parametrize("family", vision.FAMILIES)
+@pytest.mark.parametrize("between", ["a", "\n", "image"])
+def test_text_between_images_is_learned_though_what_stands_for_these_has_its_letters(family, between):
+    sight, mark = Sight(vision.processor(family)), vision.MARKS[family]
+    images = [vision.picture(number) for number in range(3)]
+
+    expanded = sight.expanded("a:1", f"x{mark}{between}{mark}{between}{mark}y", images)
+
+    alone = [sight.expanded("a:1", mark, [image]).learned(None) for image in images]
+    text = [True] * len(between)
+    assert expanded.learned(None) == [True, *alone[0], *text, *alone[1], *text, *alone[2], True]
+
+
 def test_a_missing_pillow_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
 

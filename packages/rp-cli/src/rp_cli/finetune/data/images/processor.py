@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any, cast
 
@@ -118,18 +119,12 @@ class Sight:
                 f"it {len(parts) - 1} times; leave the mark out of the messages' text, or give --tokenizer a "
                 "folder whose template writes images"
             )
-        words = self._own.tokenizer
-        self._own.tokenizer = recorder = _Recorder(words)
-        try:
-            with refusing_all(f"{place}: the processor refuses these images: "):
-                found = self._processed([text], [images])
-        finally:
-            self._own.tokenizer = words
+        found, texts = self._recorded(place, text, images)
         ids = cast("list[int]", found[_IDS][0].tolist())  # pyright: ignore[reportUnknownMemberType]
-        for whole in recorder.texts:
-            tokens = tokenized(words, whole)
+        for whole in texts:
+            tokens = tokenized(self._own.tokenizer, whole)
             if tokens.tokens == ids and tokens.offsets is not None:
-                kept = _kept(parts, len(mark), whole)
+                kept = _kept(parts, len(mark), whole, self._places(place, parts, whole, images))
                 if kept is not None:
                     shaped = [name for name, one in found.items() if _is_shaped(name, one, found[_IDS])]
                     return Expanded(ids, tokens, kept, sorted(shaped))
@@ -137,6 +132,31 @@ class Sight:
             f"{place}: it is unknown which tokens stand for images: {type(self._own).__name__} does not tell the "
             "characters of each token; use a fast tokenizer"
         )
+
+    def _recorded(self, place: str, text: str, images: Sequence[Any]) -> tuple[dict[str, Tensor], list[str]]:
+        """Return what the processor makes of a text, and the texts that it gives its tokenizer."""
+        words = self._own.tokenizer
+        self._own.tokenizer = recorder = _Recorder(words)
+        try:
+            with refusing_all(f"{place}: the processor refuses these images: "):
+                return self._processed([text], [images]), recorder.texts
+        finally:
+            self._own.tokenizer = words
+
+    def _places(self, place: str, parts: Sequence[str], whole: str, images: Sequence[Any]) -> list[int]:
+        """Return where each part of a text is in the whole; nothing if that is unknown.
+
+        What stands for an image may have the letters of a part between images, such as a new line. Then the
+        processor works once more, on a text with a word in place of each such part that is nowhere else.
+        """
+        between = parts[1:-1]
+        if all(whole.find(one) == whole.rfind(one) for one in between if one):
+            return [0, *map(whole.find, between), len(whole) - len(parts[-1])]
+        word = next(word for number in count() if (word := f"[{number}]") not in whole)
+        _, texts = self._recorded(
+            place, self._own.image_token.join([parts[0], *[word] * len(between), parts[-1]]), images
+        )
+        return next((found for text in texts if (found := _between(text.split(word), parts, whole))), list[int]())
 
     def processed(self, texts: Sequence[str], images: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
         """Return what the processor makes of texts and their images: padded at the right, and in their order."""
@@ -173,19 +193,36 @@ def _is_shaped(name: str, value: Tensor, ids: Tensor) -> bool:
     return name not in (_IDS, _MASK) and value.shape == ids.shape
 
 
-def _kept(parts: Sequence[str], mark: int, whole: str) -> list[tuple[Span, int]] | None:
-    """Return where each part of a text was and is; None if they are not in the whole, in order.
+def _between(pieces: Sequence[str], parts: Sequence[str], whole: str) -> list[int]:
+    """Return where parts are in the whole. `pieces`: the same, divided where the parts between images are.
 
-    >>> _kept(["a ", " b"], 3, "a IIII b")
+    >>> _between(["a II", "I b"], ["a ", "I", " b"], "a IIII b")
+    [0, 4, 6]
+    """
+    if len(pieces) != len(parts) - 1:
+        return []
+    images = [pieces[0][len(parts[0]) :], *pieces[1:]]
+    images[-1] = images[-1].removesuffix(parts[-1])
+    alternating = [one for pair in zip(parts, [*images, ""], strict=True) for one in pair]
+    ends = [0, *accumulate(map(len, alternating))]
+    return ends[:-1:2] if "".join(alternating) == whole else []
+
+
+def _kept(parts: Sequence[str], mark: int, whole: str, places: Sequence[int]) -> list[tuple[Span, int]] | None:
+    """Return where each part of a text was and is; None if they are not at these places of the whole, in order.
+
+    >>> _kept(["a ", " b"], 3, "a IIII b", [0, 6])
     [((0, 2), 0), ((5, 7), 6)]
     """
+    if len(places) != len(parts):
+        return None
     found: list[tuple[Span, int]] = []
-    was = now = 0
-    for number, part in enumerate(parts):
-        is_last = number == len(parts) - 1
-        at = len(whole) - len(part) if is_last else whole.find(part, now)
-        if at < now or not whole.startswith(part, at) or (not number and at):
-            return None
-        found.append(((was, was + len(part)), at))
-        was, now = was + len(part) + mark, at + len(part)
+    was = end = 0
+    for part, at in zip(parts, places, strict=True):
+        if part:
+            if at < end or not whole.startswith(part, at):
+                return None
+            found.append(((was, was + len(part)), at))
+            end = at + len(part)
+        was += len(part) + mark
     return found
