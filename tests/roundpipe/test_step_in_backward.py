@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import roundpipe
+import rp_batch
 import torch
 from checkpointing import Job, job, with_dropout
 from paired import on_both
@@ -68,7 +69,9 @@ def wrapped(
     during: bool = True,
     **kwargs: Any,
 ) -> RoundPipe:
-    config = RoundPipeRunConfig(num_microbatch=microbatches, execute_plan=plan)
+    # Experts are chosen by each microbatch, so the batch in one piece gives something else.
+    split = ((rp_batch.Split(),), {})
+    config = RoundPipeRunConfig(num_microbatch=microbatches, execute_plan=plan, split_input=split)
     model = row() if layers is None else layers
     return RoundPipe(
         model, torch.float32, "m", config, runtime=runtime, master=master, step_in_backward=during, **kwargs

@@ -35,6 +35,7 @@ from rp_optim import (
     Muon,
     SplitMaster,
     TornState,
+    disk_rates,
 )
 from rp_optim.disk.blocks import Blocks
 from rp_optim.disk.memory import Arena
@@ -493,6 +494,30 @@ def test_where_there_is_room_for_one_state_another_can_be_loaded(tmp_path: Path)
     _train(optimizer, [2])
 
     assert all(map(torch.equal, parameters, wanted))
+
+
+def test_where_space_cannot_be_reserved_zeros_take_it(tmp_path: Path) -> None:
+    def reserve(*_: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    volume = Volume([str(tmp_path)], system=replace(SYSTEM, reserve=reserve), stripe_bytes=1 << 20)
+    volume.reserve(9 << 20)
+
+    assert os.fstat(volume.files[0]._descriptor).st_blocks * 512 >= 9 << 20
+
+
+def test_a_disk_is_measured_in_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def reserve(_: Volume, nbytes: int) -> None:
+        asked.append(nbytes)
+        if nbytes > 20 << 20:
+            raise DiskFull("full")
+
+    monkeypatch.setattr(Volume, "reserve", reserve)
+
+    assert disk_rates([str(tmp_path)], seconds=0.001).write_gb_s > 0
+    assert asked == [128 << 20, 64 << 20, 32 << 20, 16 << 20]
 
 
 def test_time_in_which_the_process_was_stopped_is_no_stall(

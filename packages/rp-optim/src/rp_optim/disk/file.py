@@ -26,6 +26,8 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENOSYS)
 # Transfers of less than the alignment before a disk counts as failed.
 _TRIES = 8
+# Of one write that reserves space.
+_ZEROS_BYTES = 8 << 20
 _NAME = "roundpipe-{user}-{number}.working-state"
 
 
@@ -74,12 +76,19 @@ class WorkingFile:
         self._system.read(self._descriptor, memory, 0)
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve space for the first `nbytes`, so that no later write lacks any."""
+        """Reserve space for the first `nbytes`, so that no later write lacks any: if need be, by zeros."""
         try:
             if nbytes:
                 self._system.reserve(self._descriptor, 0, nbytes)
         except OSError as error:
-            raise self._failed(f"get {nbytes} bytes", 0, error) from error
+            if error.errno not in _UNSUPPORTED:
+                raise self._failed(f"get {nbytes} bytes", 0, error) from error
+            self._fill(nbytes)
+
+    def _fill(self, nbytes: int) -> None:
+        zeros = memoryview(empty_memory(min(nbytes, _ZEROS_BYTES)))
+        for offset in range(0, nbytes, _ZEROS_BYTES):
+            self._transfer(self._system.write, "be written", zeros[: nbytes - offset], offset)
 
     def read(self, memory: memoryview, offset: int) -> None:
         """Fill the memory from the file at `offset`."""

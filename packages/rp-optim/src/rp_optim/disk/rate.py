@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 from rp_optim.disk.memory import Arena
 from rp_optim.disk.volume import STRIPE_BYTES, Transfer, Volume
+from rp_optim.errors import DiskFull
 
 # Stripes in each directory. More are under way at once than a disk's queue needs.
 _STRIPES = 8
+# Where little is free, stripes are halved down to this: 1 MiB in each directory.
+_LEAST_STRIPE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +35,7 @@ def disk_rates(directories: Sequence[str], seconds: float = 0.3) -> DiskRates:
 
     Raises `DiskError` as `Disk` does.
     """
-    volume = Volume(directories)
-    nbytes = _STRIPES * STRIPE_BYTES * len(directories)
-    volume.reserve(2 * nbytes)
+    volume, nbytes = _roomy(directories)
     arena = Arena(2 * nbytes)
     first, second = arena.bytes_at(0, nbytes), arena.bytes_at(nbytes, nbytes)
 
@@ -54,6 +55,18 @@ def disk_rates(directories: Sequence[str], seconds: float = 0.3) -> DiskRates:
         read_gb_s=_gb_s(read, nbytes, seconds),
         both_gb_s=_gb_s(both, 2 * nbytes, seconds),
     )
+
+
+def _roomy(directories: Sequence[str], stripe_bytes: int = STRIPE_BYTES) -> tuple[Volume, int]:
+    """Return a volume with room for twice so many bytes: fewer where little is free. Raises `DiskFull`."""
+    volume, nbytes = Volume(directories, stripe_bytes=stripe_bytes), _STRIPES * stripe_bytes * len(directories)
+    try:
+        volume.reserve(2 * nbytes)
+    except DiskFull:
+        if stripe_bytes == _LEAST_STRIPE_BYTES:
+            raise
+        return _roomy(directories, stripe_bytes // 2)
+    return volume, nbytes
 
 
 def _gb_s(move: Callable[[], list[Transfer]], nbytes: int, seconds: float) -> float:

@@ -103,7 +103,7 @@ class NarrowAdapters:
             raise RuntimeError(
                 f"{next(iter(late))} is trained only now, and adapter_dtype={self._dtype} is for it, too, but "
                 "there are gradients of earlier calls, which that would drop; switch adapters after a step that "
-                "drops its gradients, or call zero_grad() first"
+                "drops its gradients, or call model.zero_grad() first"
             )
         first = {parameter: parameter.data for parameter in late.values()}
         self._round(first, self._dtype)
