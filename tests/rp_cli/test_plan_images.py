@@ -71,4 +71,8 @@ def test_a_plan_says_what_images_add_or_that_it_does_not_know(tmp_path, capsys):
     code, _, error = planned(tmp_path / "reads", "--images", "1x16x16")
     assert code == 2
     assert "--images is for models that read images" in error
+    assert planned(tmp_path / "sees", "--images", "1x100000x100000")[2].endswith(
+        "--sequence and the tokens of --images together must be at most 128000, the positions that the model has, "
+        "but is 64 + 156250000"
+    )
     assert planned(tmp_path / "sees", "--images", "16x16")[2].endswith("such as 1x1024x1024, but is '16x16'")

@@ -294,9 +294,9 @@ def workload_of(options: PlanOptions) -> Workload:
     model = model_of(options.model, Adapters.of(options), pack=options.pack, with_images=images is not None)
     how = Training.of(options, utilisation=options.utilisation or _calibrated(options), drive=_drive(options))
     shown = None if images is None else (images, patches_of(cast(Any, model).config, images))
-    if shown is not None:
-        how = replace(how, sequence=how.sequence + shown[0].count * shown[1].tokens)
-    check_positions(model, how.sequence)
+    beside = 0 if shown is None else shown[0].count * shown[1].tokens
+    check_positions(model, how.sequence, beside)
+    how = replace(how, sequence=how.sequence + beside)
     return Workload.of(model, how, packing_of(options.model, options.pack), shown)
 
 

@@ -99,12 +99,14 @@ def _narrow(model: nn.Module, dtype: str | None) -> None:
             parameter.data = parameter.data.to(to)
 
 
-def check_positions(model: nn.Module, sequence: int) -> None:
-    """Raise `Refused` for a sequence of more tokens than the model has positions."""
+def check_positions(model: nn.Module, sequence: int, of_images: int = 0) -> None:
+    """Raise `Refused` for a sequence, with the tokens of images beside it, that is longer than the model reads."""
     most: Any = getattr(cast(Any, model).config.get_text_config(), "max_position_embeddings", None)
     # Some configs have -1, or nothing, for any number.
-    if isinstance(most, int) and 0 < most < sequence:
-        raise Refused(f"--sequence must be at most {most}, the positions that the model has, but is {sequence}")
+    if isinstance(most, int) and 0 < most < sequence + of_images:
+        what = "--sequence and the tokens of --images together" if of_images else "--sequence"
+        given = f"{sequence} + {of_images}" if of_images else sequence
+        raise Refused(f"{what} must be at most {most}, the positions that the model has, but is {given}")
 
 
 @dataclass(frozen=True, slots=True)
