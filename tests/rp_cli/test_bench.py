@@ -10,6 +10,7 @@ import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rp_cli.commands import bench
 from rp_cli.estimate.calibration import Calibration
 from rp_cli.main import main
 from rp_cli.recipes.catalogue import recipes
@@ -108,8 +109,22 @@ def test_what_is_no_such_line_is_refused(text: str, said: str, capsys: pytest.Ca
     assert shown.count("\n") == 1
 
 
-@pytest.mark.slow
-def test_a_machine_is_measured_and_foretold_by_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_is_measured_and_foretold_by_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    monkeypatch.setattr(bench, "_ON_CPUS", bench._ON_CPUS | small)
+    monkeypatch.setattr(bench, "_CPU_SEQUENCE", 8)
+
+    _is_foretold(capsys)
+
+
+@pytest.mark.nightly
+def test_a_machine_is_measured_by_a_model_of_some_size(capsys: pytest.CaptureFixture[str]) -> None:
+    _is_foretold(capsys)
+
+
+def _is_foretold(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--devices", "cpu:1"]) == 0
 
     (line,) = capsys.readouterr().out.splitlines()
