@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rp_cli.main import main
 from rp_cli.telling.charts import Line, chart
-from rp_cli.telling.page import page
+from rp_cli.telling.page import Page, page
+from rp_trainer.errors import Unwritable
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -148,8 +149,6 @@ def test_long_runs_are_thinned_by_means() -> None:
 
 
 def test_a_line_that_was_cut_is_left_out(tmp_path: Path, run: Path) -> None:
-    from rp_cli.telling.page import Page
-
     whole = (run / "metrics.jsonl").read_text()
     (tmp_path / "metrics.jsonl").write_text(whole + '{"step": 5, "lo')
     written: Any = Page(tmp_path, json.loads((run / "options.json").read_text()), plan="", timeline="")
@@ -157,3 +156,16 @@ def test_a_line_that_was_cut_is_left_out(tmp_path: Path, run: Path) -> None:
     written.close()
 
     checked((tmp_path / "report.html").read_text())
+
+
+def test_a_folder_that_another_run_has_by_now_gets_no_page(tmp_path: Path) -> None:
+    (tmp_path / "options.json").write_text('{"steps": 1}')
+    written = Page(tmp_path, {"steps": 1}, plan="", timeline="")
+    # Another run's numbers may lack what this page needs.
+    (tmp_path / "options.json").write_text('{"steps": 2}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+
+    with pytest.raises(Unwritable, match=r"is another folder now: no report\.html is written there"):
+        written.close()
+
+    assert not (tmp_path / "report.html").exists()
