@@ -99,7 +99,7 @@ def random_model(name: str, dtype: torch.dtype) -> nn.Module:
 
     with no_init_weights():
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype)
-    _fill(model)
+    fill(model)
     return model
 
 
@@ -114,7 +114,8 @@ def _model_of(args: argparse.Namespace) -> nn.Module:
 
 
 @torch.no_grad()
-def _fill(model: nn.Module) -> None:
+def fill(model: nn.Module) -> None:
+    """Write random weights, the same for the same model."""
     # A pattern that repeats: drawing billions of numbers takes longer than the benchmark.
     pattern = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).mul_(0.02)
     model.tie_weights()
