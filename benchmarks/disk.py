@@ -10,8 +10,8 @@ In turns, `--rounds` times, since disks of virtual machines vary twofold within 
     disk    the same step with state on disk; the last few blocks are written after it
 
 The last line compares medians. `of_rate`: what the disk windows read and wrote in a second, as a share of the
-rates measured just before and just after each. `of_bound`: their time over the larger of what the disk needs at those
-rates and the host's pass; 1 is the floor. GB is 10^9 bytes.
+rates measured just before and just after each. `of_bound`: their time over the larger of what the disk needs at
+those rates and the host's pass; 1 is the floor. GB is 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import roundpipe
@@ -47,7 +48,7 @@ def main() -> None:
         disk.append(_timed(on_disk))
         rates.append(_rate(args))
         _print(window=window, memory_s=host[-1], disk_s=disk[-1], disk_gb_s=moved / disk[-1], rate_gb_s=rates[-1])
-    beside = [(before + after) / 2 for before, after in zip(rates, rates[1:], strict=False)]
+    beside = [(before + after) / 2 for before, after in pairwise(rates)]
     of_rate = [moved / took / rate for took, rate in zip(disk, beside, strict=True)]
     of_bound = [took / max(moved / rate, pass_) for took, rate, pass_ in zip(disk, beside, host, strict=True)]
     _print(

@@ -1,4 +1,4 @@
-"""TRL's `GRPOTrainer` on RoundPipe and as it is, on random weights and prompts: seconds a phase; a JSON line an engine.
+"""TRL's `GRPOTrainer` on RoundPipe and as it is, on random weights and prompts; one JSON line an engine.
 
     python benchmarks/grpo.py --model qwen3-4b --cap-gb 24 roundpipe plain
     python benchmarks/grpo.py --model qwen3-8b --lora --cap-gb 24 roundpipe plain
@@ -9,10 +9,10 @@ Engines, each on the same prompts, with AdamW, one step for each generation and 
     roundpipe   bf16 weights, fp32 masters, 8-bit moments; completions by the wrapped model's `generate`
     plain       bf16 weights and moments on the GPU, gradient checkpointing, a prompt's completions at a time
 
-All completions have `--new` tokens: nothing ends before. `seconds` are of each step, `phases` the median seconds of
-each phase of the steps that count (those of `plain` are not measured apart), `peak_gb` what torch had allocated on
-the GPU at most, `host_gb` what was resident of the process at most, and `error` what ended the training. The floors:
-`train_floor_s` by 8 FLOPs (recomputation included) a parameter and token, 6 where only adapters train, and
+All completions have `--new` tokens: nothing ends before. `seconds` are of each step, `phases` the median seconds
+of each phase of the steps that count (those of `plain` are not measured apart), `peak_gb` what torch had allocated
+on the GPU at most, `host_gb` what was resident of the process at most, and `error` what ended the training. The
+floors: `train_floor_s` by 8 FLOPs (recomputation included) a parameter and token, 6 where only adapters train, and
 `generate_floor_s` by reading the weights once a token, at `--tflops` and `--memory-gb-s`.
 """
 

@@ -8,9 +8,9 @@ Engines, one after another on the same weights, tokens and pictures, one picture
     roundpipe   `wrap_model_to_roundpipe(model)`, layers compiled; `--eager` leaves them as they are
     resident    the model on one GPU with gradient checkpointing, gradients of M microbatches added up
 
-All weights are trained, or with `--lora` PEFT's adapters of rank 16 on the language model's linear layers. AdamW on fp32
-masters, bf16 weights. `tokens_per_s` counts text and what stands for pictures, from the median step after warm-up;
-`error` is what ended a training, such as a want of memory under `--cap-gb`.
+All weights are trained, or with `--lora` PEFT's adapters of rank 16 on the language model's linear layers; AdamW
+on fp32 masters, bf16 weights. `tokens_per_s` counts text and what stands for pictures, from the median step after
+warm-up; `error` is what ended a training, such as a want of memory under `--cap-gb`.
 """
 
 from __future__ import annotations
