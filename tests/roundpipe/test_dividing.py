@@ -18,8 +18,8 @@ import rp_batch
 import torch
 from roundpipe import AutoRoundPipe, RoundPipeRunConfig, Runtime, TrainingWarning
 from roundpipe import wrap_model_to_roundpipe as wrap
-from roundpipe.models.dividing.rows import rows_of
 from roundpipe.optim import AdamW
+from rp_calls.dividing.rows import rows_of
 from rp_engine.errors import BoundaryError, Busy, HostMemoryShort, MachineFailed
 from rp_sched import Plan
 from torch import nn

@@ -33,6 +33,7 @@ def layers(module: str) -> list[list[str]]:
     ("package", "module"),
     [
         ("rp-core", "roundpipe"),
+        ("rp-calls", "rp_calls"),
         ("rp-checkpoint", "rp_checkpoint"),
         ("rp-engine", "rp_engine"),
         ("rp-machines", "rp_machines"),
@@ -44,7 +45,7 @@ def test_the_page_lists_the_rooms_of_the_contract(package: str, module: str) -> 
 
 FOLDERS = sorted(
     path
-    for module in ("roundpipe", "rp_checkpoint", "rp_engine")
+    for module in ("roundpipe", "rp_calls", "rp_checkpoint", "rp_engine")
     for path in SOURCES[module].iterdir()
     if (path / "__init__.py").exists()
 )

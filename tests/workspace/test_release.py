@@ -98,7 +98,16 @@ def test_what_is_needed_is_told_where_changes_are(before, after):
 def test_a_package_is_released_after_what_it_needs(clone):
     with pytest.raises(RELEASE.Refused, match=r"rp-core needs rp-batch, .* release rp-batch first"):
         RELEASE.release(clone, "rp-core", "0.2.0")
-    above = ("rp-engine", "rp-checkpoint", "rp-machines", "rp-core", "rp-trainer", "rp-cli")
+    above = (
+        "rp-engine",
+        "rp-checkpoint",
+        "rp-calls",
+        "rp-generate",
+        "rp-machines",
+        "rp-core",
+        "rp-trainer",
+        "rp-cli",
+    )
     leaves = [name for name in RELEASE.members(clone) if name not in above]
     for name in (*leaves, *above):
         RELEASE.release(clone, name, "0.2.0")
@@ -120,7 +129,7 @@ def test_wheels_of_all_packages_are_tried_alone():
 @pytest.mark.parametrize(
     ("package", "version", "words"),
     [
-        ("rp-other", "0.2.0", "must be one of rp-batch, rp-checkpoint, rp-cli"),
+        ("rp-other", "0.2.0", "must be one of rp-batch, rp-calls, rp-checkpoint"),
         ("rp-optim", "0.1.0", "is 0.1.0 already"),
         ("rp-optim", "0.0.9", "must be higher"),
         ("rp-optim", "next", "must be one such as"),

@@ -3,6 +3,7 @@
 Importing this opens no device and starts no thread; a `Runtime` or the first model does.
 """
 
+from rp_calls import OwnLoss, TokenMean, declared_spec, token_mean
 from rp_checkpoint import (
     CheckpointManager,
     LoadedCheckpoint,
@@ -53,9 +54,6 @@ from roundpipe import optim
 from roundpipe.garbage import ShortCollections
 from roundpipe.loading import from_pretrained
 from roundpipe.models.auto import AutoRoundPipe
-from roundpipe.models.calls.microbatching import declared_spec
-from roundpipe.models.calls.own_loss import OwnLoss
-from roundpipe.models.calls.token_mean import TokenMean, token_mean
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.wrap import wrap_model_to_roundpipe
 from roundpipe.models.wrapped.options import WrapOptions

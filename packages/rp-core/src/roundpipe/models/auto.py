@@ -8,16 +8,15 @@ from dataclasses import fields
 from typing import Any, NoReturn
 
 import torch
+from rp_calls import check_arguments, loss_of_whole, outer_batch, outputs_are_loss, refuse_label
 from rp_checkpoint import ModelFacts
 from rp_engine import LossFn, Resident, RoundPipeRunConfig, Runtime, WholeModel, default_runtime
 from rp_engine.errors import RoundPipeError
 from torch import nn
 
 from roundpipe.models.base import RoundPipeBase, wrappers
-from roundpipe.models.calls.own_loss import check_arguments, loss_of_whole, outputs_are_loss, refuse_label
 from roundpipe.models.calls.surroundings import check_call
 from roundpipe.models.calls.untraced import untraced
-from roundpipe.models.dividing.outer_batch import outer_batch
 from roundpipe.models.part import Part
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.saved.facts import facts_of

@@ -11,16 +11,12 @@ from typing import Any
 
 import rp_batch
 import torch
+from rp_calls import PART, Asked, Divided, Divider, fit_any, in_parts, merged, outer_batch_size, placed
 from rp_engine import Arrivals, RoundPipeRunConfig
 from rp_engine.errors import add_note
 from rp_engine.wrapping import Entrance, prepares, unwritten
 from torch import nn
 
-from roundpipe.models.calls.microbatching import in_parts
-from roundpipe.models.calls.outputs import merged, placed
-from roundpipe.models.dividing.divider import PART, Asked, Divided, Divider
-from roundpipe.models.dividing.fits import fit_any
-from roundpipe.models.dividing.outer_batch import outer_batch_size
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.side_outputs import Wanted, collecting, deliver, refuse_hooked, wanted
 from roundpipe.models.wrapped.options import WrapOptions

@@ -10,6 +10,23 @@ from typing import Any, cast
 
 import rp_batch
 import torch
+from rp_calls import (
+    CallSplitter,
+    LossArguments,
+    LossCall,
+    OwnLoss,
+    Row,
+    WithCaches,
+    call_loss,
+    check_outputs,
+    evaluation_config,
+    merged,
+    num_microbatches_of_state,
+    outputs_are_loss,
+    placed,
+    training_config,
+    with_loss,
+)
 from rp_checkpoint import ModelFacts
 from rp_engine import (
     Arrivals,
@@ -22,18 +39,13 @@ from rp_engine import (
     WholeModel,
 )
 from rp_engine.wrapping import MasterKind, PinMode
+from rp_generate import generated
 from rp_sched import LayerCost, Mode
 from torch import nn
 
 from roundpipe.models.base import RoundPipeBase, wrappers
-from roundpipe.models.calls.generating import generated
-from roundpipe.models.calls.loss_call import LossArguments, LossCall, evaluation_config, training_config
-from roundpipe.models.calls.outputs import check_outputs, merged, placed
-from roundpipe.models.calls.own_loss import OwnLoss, call_loss, outputs_are_loss, with_loss
 from roundpipe.models.calls.surroundings import check_call, tell_no_cache
 from roundpipe.models.calls.untraced import untraced
-from roundpipe.models.calls.with_cache import Row, WithCaches, num_microbatches_of_state
-from roundpipe.models.dividing.splitter import CallSplitter
 from roundpipe.models.saved.facts import facts_of
 from roundpipe.models.unfit import refuse_unfit
 from roundpipe.models.wrapped.options import WrapOptions, given_config
@@ -214,7 +226,8 @@ class RoundPipe(RoundPipeBase):
             # Each token has keys of another length, which layers would be compiled for anew.
             with torch.no_grad(), torch.compiler.set_stance("force_eager"), self._engine.keeping_weights():
                 row, make_room = cast("Row", self.model), self._engine.make_room
-                return generated(model, forward, device, row, count, make_room, args, kwargs)
+                dividing = partial(WithCaches, row, count, None)
+                return generated(model, forward, device, row, dividing, make_room, args, kwargs)
         finally:
             self._own("_under_way", before)
 

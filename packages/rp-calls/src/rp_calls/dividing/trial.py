@@ -24,8 +24,8 @@ from rp_engine.wrapping import View, aside
 from rp_transfer import is_out_of_memory
 from torch import nn
 
-from roundpipe.models.dividing.alike import are_alike
-from roundpipe.models.dividing.tolerance import tolerance
+from rp_calls.dividing.alike import are_alike
+from rp_calls.dividing.tolerance import tolerance
 
 # From the output of the whole, those of its parts, and their sizes to the spec with which these are merged.
 Fit = Callable[[Any, Sequence[Any], Sequence[int], Callable[[torch.Tensor], float]], Any]

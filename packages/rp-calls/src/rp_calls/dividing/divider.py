@@ -13,10 +13,10 @@ from rp_engine.wrapping import View
 from rp_sched import Mode
 from torch import nn
 
-from roundpipe.models.calls.microbatching import in_one_piece, num_microbatches
-from roundpipe.models.dividing.divisions import Division, Divisions, refuse_shared
-from roundpipe.models.dividing.rows import rows_at_end
-from roundpipe.models.dividing.trial import Fit, Found, Trial
+from rp_calls.dividing.divisions import Division, Divisions, refuse_shared
+from rp_calls.dividing.rows import rows_at_end
+from rp_calls.dividing.trial import Fit, Found, Trial
+from rp_calls.microbatching import in_one_piece, num_microbatches
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import rp_batch
 import torch
 from torch import Tensor
 
-from roundpipe.models.calls.with_cache import Row
+from rp_generate.row import Row
 
 # So many of the rows must have ended before they leave: those that stay are copied then.
 _LEAVING_SHARE = 1 / 8

@@ -14,8 +14,8 @@ from rp_engine.context import computing_loss
 from rp_engine.wrapping import check_losses
 from torch import nn
 
-from roundpipe.models.calls.mean_loss import tell_mean
-from roundpipe.models.calls.token_mean import TokenMean
+from rp_calls.mean_loss import tell_mean
+from rp_calls.token_mean import TokenMean
 
 _WHAT_TO_DO = (
     "give a loss_fn that uses the outputs, such as roundpipe.token_mean(...), without labels in input_kwargs, or "

@@ -11,8 +11,8 @@ import rp_batch
 import torch
 from torch import nn
 
-from roundpipe.models.calls.fewer_rows import FewerRows, recorded
-from roundpipe.models.calls.with_cache import Row, WithCaches
+from rp_generate.fewer_rows import FewerRows, recorded
+from rp_generate.row import DividesCaches, Row
 
 
 def generated(
@@ -20,15 +20,16 @@ def generated(
     forward: Callable[..., Any],
     device: torch.device,
     row: Row,
-    num_microbatches: int,
+    dividing: Callable[[int], DividesCaches],
     make_room: Callable[[float, float], None],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     """Call a model's `generate` with another forward; tensors of the result are where those of the arguments are.
 
-    `device`: where the loop's own work is done, such as sampling. `row`: what forward runs. `num_microbatches`: of
-    its calls, with the beams of a sample together. `make_room`: see `FewerRows`.
+    `device`: where the loop's own work is done, such as sampling. `row`: what forward runs. `dividing`: makes, of
+    the number of rows that stay together, a sample's beams, what divides the caches of a call that the loop makes.
+    `make_room`: see `FewerRows`.
 
     Raises `NotImplementedError` for images; `ValueError` for a model that makes a cache in forward, and for a PEFT
     model that learns prompts, whose `generate` does more than its inner model's.
@@ -37,7 +38,7 @@ def generated(
     moved = rp_batch.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, kwargs)
     given = rp_batch.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, args)
     inner = _inner(model)
-    divided = WithCaches(row, num_microbatches, rows_a_sample=_setting(inner, kwargs, "num_beams", 1))
+    divided = dividing(_setting(inner, kwargs, "num_beams", 1))
     is_guided = _setting(inner, kwargs, "guidance_scale", 1) != 1
     own = _Forward(forward, inner, row, divided, make_room, is_guided=is_guided)
     # A cache of the caller's keeps all samples.
@@ -72,7 +73,7 @@ class _Forward:
         forward: Callable[..., Any],
         model: nn.Module,
         row: Row,
-        divided: WithCaches,
+        divided: DividesCaches,
         make_room: Callable[[float, float], None],
         *,
         is_guided: bool,

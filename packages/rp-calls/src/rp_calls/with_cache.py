@@ -9,8 +9,8 @@ import rp_batch
 import torch
 from rp_engine import RoundPipeRunConfig
 
-from roundpipe.models.calls.microbatching import declared_spec
-from roundpipe.models.calls.outputs import of_batch
+from rp_calls.microbatching import declared_spec
+from rp_calls.outputs import of_batch
 
 
 class Row(Protocol):

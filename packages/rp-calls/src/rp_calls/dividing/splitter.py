@@ -9,15 +9,15 @@ from rp_engine import Arrivals, Engine, RoundPipeRunConfig, Runtime
 from rp_sched import Mode
 from torch import nn
 
-from roundpipe.models.calls.microbatching import (
+from rp_calls.dividing.divider import ROW, Asked, Divider
+from rp_calls.dividing.fits import fit_rows
+from rp_calls.microbatching import (
     declared_spec,
     in_one_piece,
     in_parts,
     knows_batch,
     num_microbatches,
 )
-from roundpipe.models.dividing.divider import ROW, Asked, Divider
-from roundpipe.models.dividing.fits import fit_rows
 
 
 class CallSplitter:

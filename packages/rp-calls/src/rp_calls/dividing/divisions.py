@@ -10,7 +10,7 @@ import rp_batch
 from rp_engine.errors import AloneOnly, TrainingWarning
 from rp_engine.user_warnings import warn_user
 
-from roundpipe.models.dividing.trial import Found
+from rp_calls.dividing.trial import Found
 
 # Kinds of calls that are tried, of each part: each trial takes two forwards. Calls of others are not split.
 _MOST_KINDS = 16

@@ -11,9 +11,9 @@ import torch
 from rp_engine import Arrivals, LossFn, RoundPipeRunConfig
 from rp_sched import Mode
 
-from roundpipe.models.calls.outputs import check_outputs, merged
-from roundpipe.models.calls.own_loss import OwnLoss, call_loss, check_arguments, with_loss
-from roundpipe.models.dividing.splitter import CallSplitter
+from rp_calls.dividing.splitter import CallSplitter
+from rp_calls.outputs import check_outputs, merged
+from rp_calls.own_loss import OwnLoss, call_loss, check_arguments, with_loss
 
 
 @dataclass(frozen=True, slots=True)

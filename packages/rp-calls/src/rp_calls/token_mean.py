@@ -12,7 +12,7 @@ import torch
 from rp_engine import LossFn
 from rp_engine.context import loss_microbatches
 
-from roundpipe.models.calls.mean_loss import takes_mean
+from rp_calls.mean_loss import takes_mean
 
 # How many labels a label tree has, or how many for each of several losses.
 Counts = float | Sequence[float]

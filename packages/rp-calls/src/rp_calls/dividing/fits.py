@@ -8,7 +8,7 @@ from typing import Any
 import rp_batch
 import torch
 
-from roundpipe.models.dividing.rows import Rows
+from rp_calls.dividing.rows import Rows
 
 Tolerance = Callable[[torch.Tensor], float]
 
