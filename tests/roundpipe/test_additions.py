@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from plain import assert_near, batch, plans, square_error
 from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, Runtime
-from rp_engine.state.gradient import Gradient
-from rp_engine.telemetry.transfer_times import Moving, Way
 from rp_optim import GradientPair
 from rp_sched import Plan
+from rp_state.gradient import Gradient
+from rp_telemetry.transfer_times import Moving, Way
 from rp_transfer import Conveyor, CpuBackend, Layout, Unordered
 from torch import nn
 

@@ -17,8 +17,8 @@ from plain import assert_near, batch, gradients, square_error, twin, weights
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from roundpipe.optim import AdamW
 from rp_engine.device.randomness import draw_seed, mix
-from rp_engine.state.model_state import MasterKind
 from rp_sched import Plan
+from rp_state.model_state import MasterKind
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("small_departures")

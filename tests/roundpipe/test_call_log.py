@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from plain import batch, mlp, plans, square_error
 from roundpipe import CallTime, RoundPipe, RoundPipeRunConfig, Runtime
 from rp_engine.planning.call_log import CALLS, CallLog, as_table
-from rp_engine.telemetry.call_span import CallSpan
-from rp_engine.telemetry.layer_times import ModelTimer
 from rp_sched import Mode, Plan
+from rp_telemetry.call_span import CallSpan
+from rp_telemetry.layer_times import ModelTimer
 
 patient = settings(deadline=None)
 PLAN, OTHER = Plan(fused=range(5)), Plan([range(2)], range(2, 5), [range(2)])

@@ -12,8 +12,8 @@ import pytest
 import torch
 from plain import assert_near, batch, gradients, square_error, train_call, twin, weights
 from roundpipe import DeviceMemoryWarning, RoundPipe, RoundPipeRunConfig, Runtime
-from rp_engine.state.block import Block
 from rp_sched import Plan
+from rp_state.block import Block
 from shortages import KINDS, PLENTY, Kind, Trap, held, training, trapped
 from torch import nn
 

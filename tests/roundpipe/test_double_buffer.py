@@ -9,8 +9,8 @@ import roundpipe
 import torch
 from plain import FailsLate, assert_near, batch, mlp, plans, square_error, weights
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, StepFailed
-from rp_engine.state.modules.signature import signature, walk
 from rp_sched import Plan
+from rp_state.modules.signature import signature, walk
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("small_departures")

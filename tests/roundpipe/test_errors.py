@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import pytest
 import rp_batch
-import rp_engine.state.gradient
 import rp_sched
+import rp_state.gradient
 import torch
 from plain import assert_near, batch, gradients, mlp, plans, square_error, train_call, twin, weights
 from roundpipe import AutoRoundPipe, GradientsIncomplete, RoundPipe, RoundPipeRunConfig, Runtime, StepFailed
@@ -251,14 +251,14 @@ def test_separate_calls_raise_a_layers_error_where_it_belongs(runtime: Runtime, 
 
 def gradients_come(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """An event that is set once gradients have come to the host."""
-    receive, received = rp_engine.state.gradient.Gradient.receive, threading.Event()
+    receive, received = rp_state.gradient.Gradient.receive, threading.Event()
 
     def receive_and_tell(*arguments: Any) -> bool:
         is_added = receive(*arguments)
         received.set()
         return is_added
 
-    monkeypatch.setattr(rp_engine.state.gradient.Gradient, "receive", receive_and_tell)
+    monkeypatch.setattr(rp_state.gradient.Gradient, "receive", receive_and_tell)
     return received
 
 

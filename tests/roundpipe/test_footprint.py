@@ -12,8 +12,8 @@ from rp_engine.device.memory.call_size import CallSize, rows_of
 from rp_engine.planning.adaptive import PlanInUse
 from rp_engine.planning.footprint import Footprint, resident_bytes
 from rp_engine.runtime.switch_interval import QuickSwitching
-from rp_engine.telemetry.layer_times import LayerTimes, ModelTimer
 from rp_sched import LayerCost, Limits, Plan, Task
+from rp_telemetry.layer_times import LayerTimes, ModelTimer
 from rp_transfer import MemoryUse
 from torch import nn
 

@@ -93,7 +93,7 @@ class Last(nn.Module):
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[range]:
     """The layers of each replay, as they happen."""
     # A call that measures layers replays nothing, and times of a busy machine may drift until the last one.
-    monkeypatch.setattr("rp_engine.telemetry.layer_times._DRIFT", math.inf)
+    monkeypatch.setattr("rp_telemetry.layer_times._DRIFT", math.inf)
     found: list[range] = []
     plain = Span.replay
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import programs
 import pytest
-import rp_engine.state.gradient
+import rp_state.gradient
 import torch
 from plain import batch, mlp, square_error
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
@@ -194,7 +194,7 @@ def test_gradients_stay_on_the_device_until_a_delivery_that_failed_is_over(
     two: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = RoundPipe(mlp(), runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=1))
-    receive, received = rp_engine.state.gradient.Gradient.receive, [0]
+    receive, received = rp_state.gradient.Gradient.receive, [0]
 
     def fail_second(self: Any, *arguments: Any) -> None:
         received[0] += 1
@@ -202,7 +202,7 @@ def test_gradients_stay_on_the_device_until_a_delivery_that_failed_is_over(
             raise MemoryError("as planned")
         receive(self, *arguments)
 
-    monkeypatch.setattr(rp_engine.state.gradient.Gradient, "receive", fail_second)
+    monkeypatch.setattr(rp_state.gradient.Gradient, "receive", fail_second)
     call(model)
     with pytest.raises(MemoryError, match="as planned"):
         model.synchronize()
@@ -210,16 +210,16 @@ def test_gradients_stay_on_the_device_until_a_delivery_that_failed_is_over(
 
 
 AT_THE_END = """
-import torch, rp_engine.state.gradient
+import torch, rp_state.gradient
 from roundpipe import RoundPipe, Runtime
 from torch import nn
-receive = rp_engine.state.gradient.Gradient.receive
+receive = rp_state.gradient.Gradient.receive
 def slowly(self, *arguments):
     receive(self, *arguments)
     room = torch.ones(200, 200)
     for _ in range(20000):
         room.add_(1)
-rp_engine.state.gradient.Gradient.receive = slowly
+rp_state.gradient.Gradient.receive = slowly
 runtime = Runtime("cpu:1")
 model = RoundPipe(nn.Sequential(nn.Linear(4, 4)), runtime=runtime)
 model.forward_backward((torch.ones(2, 4),), None, torch.ones(2, 4), lambda out, label: (out - label).sum())

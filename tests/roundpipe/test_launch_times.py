@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rp_engine.telemetry.launch_times import LAYERS_AHEAD, Clock, Launches, Pass, clock_of_this_thread
+from rp_telemetry.launch_times import LAYERS_AHEAD, Clock, Launches, Pass, clock_of_this_thread
 
 patient = settings(deadline=None)
 durations = st.integers(0, 1000)

@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rp_engine.telemetry.measurements import RECENT, DeviceSpeeds, Measurements, Rates
-from rp_engine.telemetry.transfer_times import Transfers
 from rp_sched import Switch
+from rp_telemetry.measurements import RECENT, DeviceSpeeds, Measurements, Rates
+from rp_telemetry.transfer_times import Transfers
 
 patient = settings(deadline=None)
 GB = 10**9

@@ -10,9 +10,9 @@ import torch
 from plain import batch, mlp, plans, square_error, weights
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from rp_engine.planning.adaptive import PlanInUse
-from rp_engine.telemetry.layer_times import YOUNG_CALLS, LayerTimes, ModelTimer
-from rp_engine.telemetry.measurements import Rates
 from rp_sched import LayerCost, Limits, Plan
+from rp_telemetry.layer_times import YOUNG_CALLS, LayerTimes, ModelTimer
+from rp_telemetry.measurements import Rates
 from torch import nn
 
 MICROBATCHES = 3
@@ -227,9 +227,9 @@ def test_with_a_plan_of_the_users_nothing_is_timed(two: Runtime) -> None:
 @pytest.mark.usefixtures("verbose")
 def test_verbose_logs_what_each_layer_took(two: Runtime, caplog: pytest.LogCaptureFixture) -> None:
     model = wrapped(two)
-    with caplog.at_level(logging.INFO, logger="rp_engine.telemetry.layer_times"):
+    with caplog.at_level(logging.INFO, logger="rp_telemetry.layer_times"):
         train(model, 2)
-    tables = [record.getMessage() for record in caplog.records if record.name == "rp_engine.telemetry.layer_times"]
+    tables = [record.getMessage() for record in caplog.records if record.name == "rp_telemetry.layer_times"]
     assert len(tables) == 2
     first, header, *rows = tables[0].splitlines()
     assert first == "model 'm', fused calls of 3 microbatches: milliseconds of one microbatch"
@@ -241,9 +241,9 @@ def test_verbose_logs_what_each_layer_took(two: Runtime, caplog: pytest.LogCaptu
 def test_by_itself_nothing_is_logged_or_printed(
     two: Runtime, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with caplog.at_level(logging.DEBUG, logger="rp_engine.telemetry.layer_times"):
+    with caplog.at_level(logging.DEBUG, logger="rp_telemetry.layer_times"):
         train(wrapped(two), 3)
-    assert not [record for record in caplog.records if record.name == "rp_engine.telemetry.layer_times"]
+    assert not [record for record in caplog.records if record.name == "rp_telemetry.layer_times"]
     assert capfd.readouterr() == ("", "")
 
 

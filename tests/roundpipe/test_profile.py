@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain import batch, mlp, plans, square_error, weights
 from roundpipe import Busy, RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime
-from rp_engine.telemetry import tracing
-from rp_engine.telemetry.profiling import profile
-from rp_engine.telemetry.summary import summarize
-from rp_engine.telemetry.tracing import Span
 from rp_sched import Plan
+from rp_telemetry import tracing
+from rp_telemetry.profiling import profile
+from rp_telemetry.summary import summarize
+from rp_telemetry.tracing import Span
 from rp_transfer import CpuBackend
 from torch import nn
 

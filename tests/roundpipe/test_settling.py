@@ -14,10 +14,10 @@ from plain import batch, mlp, square_error
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from rp_engine.device.memory.call_size import CallSize
 from rp_engine.planning import settled_plans
-from rp_engine.telemetry.call_span import CallSpan
-from rp_engine.telemetry.launch_times import Clock, Launches, clock_of_this_thread
-from rp_engine.telemetry.measurements import Rates
 from rp_sched import Plan
+from rp_telemetry.call_span import CallSpan
+from rp_telemetry.launch_times import Clock, Launches, clock_of_this_thread
+from rp_telemetry.measurements import Rates
 from torch import nn
 
 MICROBATCHES = 16

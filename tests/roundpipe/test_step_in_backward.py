@@ -35,8 +35,8 @@ from roundpipe import (
 from rp_cli.finetune.forecast import foretold
 from rp_cli.finetune.options import FineTuning
 from rp_cli.options.declared import Given, read
-from rp_engine.state.gradient import Gradient
 from rp_sched import Plan
+from rp_state.gradient import Gradient
 from rp_trainer.errors import Refused
 from shortages import PLENTY, Trap, trapped
 from sometimes import one_in

@@ -28,8 +28,8 @@ from rp_engine.device import transfers
 from rp_engine.device.randomness import Drawer, Randomness
 from rp_engine.engine.capture import Captured
 from rp_engine.execution.stage import backpropagation
-from rp_engine.habits import Habits
 from rp_sched import Plan
+from rp_state.modules.habits import Habits
 from rp_transfer import Conveyor
 from rp_transfer.cpu.backend import CpuDevice
 from safetensors.torch import load_file

@@ -18,10 +18,10 @@ from rp_checkpoint.files.writer import Writer
 from rp_checkpoint.saving.shared import SharedCheckpoint
 from rp_dist import Machines
 from rp_dist.opening.opening import Opening
-from rp_engine.state.block import Block
 from rp_machines.group import MachineGroup
 from rp_machines.shared_step import SharedStep
 from rp_optim.host import HostOptimizer
+from rp_state.block import Block
 from torch import nn
 
 STEPS = 5

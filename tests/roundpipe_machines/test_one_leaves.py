@@ -50,8 +50,8 @@ for number in range(2):
 _OUT_OF_MEMORY = """
 import os, torch
 from roundpipe import Runtime
-from rp_engine.state.gradient import Gradient
-from rp_engine.state.block import Block
+from rp_state.gradient import Gradient
+from rp_state.block import Block
 from machine_trainings import adamw, batch, row, square_error, wrapped
 torch.set_num_threads(1)
 def fail(*_, **__):

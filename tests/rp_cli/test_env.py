@@ -12,8 +12,8 @@ from rp_cli.commands import env as command
 from rp_cli.environment import hardware, software
 from rp_cli.environment.facts import Fact, Section, as_json, as_text
 from rp_cli.main import main
-from rp_engine.telemetry.measurements import Rates
 from rp_sched import Switch
+from rp_telemetry.measurements import Rates
 from rp_transfer import HostLimit, MemoryUse
 
 pytestmark = pytest.mark.usefixtures("no_model")

@@ -37,6 +37,8 @@ def layers(module: str) -> list[list[str]]:
         ("rp-checkpoint", "rp_checkpoint"),
         ("rp-engine", "rp_engine"),
         ("rp-machines", "rp_machines"),
+        ("rp-state", "rp_state"),
+        ("rp-telemetry", "rp_telemetry"),
     ],
 )
 def test_the_page_lists_the_rooms_of_the_contract(package: str, module: str) -> None:
@@ -45,7 +47,7 @@ def test_the_page_lists_the_rooms_of_the_contract(package: str, module: str) -> 
 
 FOLDERS = sorted(
     path
-    for module in ("roundpipe", "rp_calls", "rp_checkpoint", "rp_engine")
+    for module in ("roundpipe", "rp_calls", "rp_checkpoint", "rp_engine", "rp_state")
     for path in SOURCES[module].iterdir()
     if (path / "__init__.py").exists()
 )

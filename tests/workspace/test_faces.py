@@ -15,7 +15,6 @@ FACES = {
     "rp_engine.estimates",
     "rp_engine.frameworks",
     "rp_engine.saving",
-    "rp_engine.user_warnings",
     "rp_engine.wrapping",
 }
 
@@ -50,9 +49,9 @@ def test_packages_import_the_faces_of_the_engine() -> None:
 
 def test_an_import_past_the_faces_would_be_noticed(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
-    (tmp_path / "src/one.py").write_text("from rp_engine import Engine\nfrom rp_engine.state.block import Block\n")
-    (tmp_path / "src/two.py").write_text("import rp_engine.state.block\n")
+    (tmp_path / "src/one.py").write_text("from rp_engine import Engine\nfrom rp_engine.engine.runs import Runs\n")
+    (tmp_path / "src/two.py").write_text("import rp_engine.engine.runs\n")
 
     found = past_the_faces(tmp_path)
 
-    assert found == {"rp_engine.state.block": {"Block", ""}}
+    assert found == {"rp_engine.engine.runs": {"Runs", ""}}

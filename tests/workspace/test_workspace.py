@@ -39,12 +39,15 @@ def test_these_are_the_members() -> None:
         "rp-core",
         "rp-dist",
         "rp-engine",
+        "rp-errors",
         "rp-generate",
         "rp-machines",
         "rp-optim",
         "rp-packing",
         "rp-presets",
         "rp-sched",
+        "rp-state",
+        "rp-telemetry",
         "rp-trainer",
         "rp-transfer",
     ]
@@ -65,15 +68,17 @@ def test_members_ask_for_those_siblings_alone_that_they_import(member: Path) -> 
     asked = {requirement.name for requirement in requirements(member)} & siblings
     leaves = {"rp-batch", "rp-dist", "rp-optim", "rp-packing", "rp-sched", "rp-transfer"}
     allowed = {
-        "rp-engine": leaves - {"rp-dist"},
-        "rp-calls": {"rp-batch", "rp-engine", "rp-sched", "rp-transfer"},
+        "rp-state": {"rp-errors", "rp-optim", "rp-transfer"},
+        "rp-telemetry": {"rp-errors", "rp-sched", "rp-transfer"},
+        "rp-engine": {*leaves - {"rp-dist"}, "rp-errors", "rp-state", "rp-telemetry"},
+        "rp-calls": {"rp-batch", "rp-engine", "rp-errors", "rp-sched", "rp-transfer"},
         "rp-generate": {"rp-batch"},
         "rp-machines": {"rp-batch", "rp-dist", "rp-engine", "rp-optim", "rp-transfer"},
-        "rp-checkpoint": {"rp-engine", "rp-optim", "rp-packing", "rp-sched"},
+        "rp-checkpoint": {"rp-engine", "rp-errors", "rp-optim", "rp-packing", "rp-sched"},
         # rp-machines by its entry point; rp-presets by an extra, too.
         "rp-core": {
             *leaves - {"rp-dist"},
-            *("rp-engine", "rp-calls", "rp-checkpoint", "rp-generate", "rp-machines", "rp-presets"),
+            *("rp-engine", "rp-errors", "rp-calls", "rp-checkpoint", "rp-generate", "rp-machines", "rp-presets"),
         },
         "rp-trainer": {"rp-batch", "rp-checkpoint", "rp-core", "rp-dist", "rp-engine", "rp-optim", "rp-transfer"},
         "rp-cli": {*leaves - {"rp-dist"}, "rp-engine", "rp-checkpoint", "rp-presets", "rp-core", "rp-trainer"},

@@ -4,7 +4,7 @@ The rooms: `dividing` tries whether a batch can be divided, and remembers it; `l
 loss, by its `own_loss`, a `token_mean` or a function of the caller's; `with_cache` divides key-value caches.
 """
 
-from rp_engine.user_warnings import count_as_inside
+from rp_errors import count_as_inside
 
 from rp_calls.dividing.divider import PART, Asked, Divided, Divider
 from rp_calls.dividing.fits import fit_any

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from rp_engine import LossFn
 from rp_engine.errors import TrainingWarning
-from rp_engine.user_warnings import warn_user
+from rp_errors import warn_user
 from torch import nn
 from torch.nn import functional
 

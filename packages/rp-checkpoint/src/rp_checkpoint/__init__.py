@@ -4,7 +4,7 @@ What can be saved is a `Saveable`: a model that an engine of rp-engine trains, a
 may go wrong is in `rp_checkpoint.errors`.
 """
 
-from rp_engine.user_warnings import count_as_inside
+from rp_errors import count_as_inside
 
 from rp_checkpoint.files.manifest import check, description_of, is_finished
 from rp_checkpoint.loading.load import LoadedCheckpoint, load_checkpoint

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rp_engine.errors import MachineFailed, in_words
-from rp_engine.user_warnings import warn_user
+from rp_errors import warn_user
 from rp_optim.jobs import Worker
 
 from rp_checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointWarning

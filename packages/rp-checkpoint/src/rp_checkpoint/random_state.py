@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import torch
-from rp_engine.user_warnings import warn_user
+from rp_errors import warn_user
 
 from rp_checkpoint.errors import CheckpointWarning
 

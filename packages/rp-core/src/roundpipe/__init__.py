@@ -47,7 +47,7 @@ from rp_engine.errors import (
     TrainsNothing,
 )
 from rp_engine.estimates import MemoryForecast
-from rp_engine.user_warnings import count_as_inside
+from rp_errors import count_as_inside
 from rp_packing import KernelWarning, PackedWeight, lend, pack_frozen, unpack_frozen
 
 from roundpipe import optim

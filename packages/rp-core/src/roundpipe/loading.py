@@ -11,7 +11,7 @@ import torch
 from rp_engine import Runtime
 from rp_engine.errors import HostMemoryWarning
 from rp_engine.estimates import HostBytes, MemoryForecast, current_limit
-from rp_engine.user_warnings import warn_user
+from rp_errors import warn_user
 from rp_packing import FORMATS, PackedWeight, as_parameter, format_of, pack_frozen
 from rp_transfer import GivingBack
 from torch import nn

@@ -4,6 +4,10 @@ What runs models is here; what foresees memory and time is in `rp_engine.estimat
 `rp_engine.errors`, what layers may ask in `rp_engine.context`.
 """
 
+from rp_errors import count_as_inside
+from rp_state.model_state import HostOptions
+from rp_telemetry.profiling import profile
+
 from rp_engine.engine.engine import Engine
 from rp_engine.engine.memory.report import MemoryReport
 from rp_engine.engine.resident import Resident
@@ -16,10 +20,12 @@ from rp_engine.planning.call_log import CallTime
 from rp_engine.runtime.runtime import Runtime, default_runtime
 from rp_engine.settings.execute_plan import ModelExecutePlan
 from rp_engine.settings.run_config import RoundPipeRunConfig
-from rp_engine.state.model_state import HostOptions
-from rp_engine.telemetry.profiling import profile
 
 __version__ = "0.1.0"
+
+# rp-optim, too: it runs steps for the engine, and knows nothing of it.
+for _package in ("rp_engine", "rp_optim"):
+    count_as_inside(_package)
 
 __all__ = [
     "Arrivals",

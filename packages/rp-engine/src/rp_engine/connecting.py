@@ -1,5 +1,11 @@
 """What whoever connects machines asks of the engine: the Protocol `Peers`, and what an implementation reads."""
 
+from rp_state.block import Block
+from rp_state.master import is_split
+from rp_state.model_state import ModelState
+from rp_state.shards import Segment, Shards
+from rp_telemetry.tracing import GATHER, REDUCE, SILENT, Tracer
+
 from rp_engine.device.randomness import draw_seed
 from rp_engine.execution.losses import check_counts
 from rp_engine.peers.alone import ALONE, Alone
@@ -7,11 +13,6 @@ from rp_engine.peers.call import CallBatch, CallShare, Facts, Numbers, Rows
 from rp_engine.peers.opening import Connected
 from rp_engine.peers.peers import Launch, Peers, SharedModel, Talk
 from rp_engine.peers.step import Incomplete, Results, SharedStep, StepGradients
-from rp_engine.state.block import Block
-from rp_engine.state.master import is_split
-from rp_engine.state.model_state import ModelState
-from rp_engine.state.shards import Segment, Shards
-from rp_engine.telemetry.tracing import GATHER, REDUCE, SILENT, Tracer
 
 __all__ = [
     "ALONE",

@@ -21,21 +21,29 @@
 
 from __future__ import annotations
 
-import logging
+from rp_errors import AloneOnly, Busy, RoundPipeError, TrainingWarning, add_note, class_name, in_words
+from rp_state.errors import GradientsIncomplete, Stale, StepFailed
 
-_LOG = logging.getLogger(__name__)
-
-
-class RoundPipeError(RuntimeError):
-    """Base of the engine's own errors."""
-
-
-class Busy(RoundPipeError):
-    """The engine accepts one call at a time, from one thread, and none from inside its own tasks or steps."""
-
-
-class Stale(RoundPipeError):
-    """The weights that forward read have been replaced, so its backward can no longer run."""
+__all__ = [
+    "AloneOnly",
+    "BoundaryError",
+    "Busy",
+    "DeviceMemoryWarning",
+    "DifferentiatedTwice",
+    "GradientsIncomplete",
+    "HostMemoryShort",
+    "HostMemoryWarning",
+    "ImpureLayer",
+    "MachineFailed",
+    "RoundPipeError",
+    "Stale",
+    "StepFailed",
+    "TrainingWarning",
+    "TrainsNothing",
+    "add_note",
+    "class_name",
+    "in_words",
+]
 
 
 class BoundaryError(RoundPipeError):
@@ -47,14 +55,6 @@ class BoundaryError(RoundPipeError):
 
 class DifferentiatedTwice(RoundPipeError):
     """Gradients that a model returned under ``create_graph=True`` were differentiated; they have no graph."""
-
-
-class GradientsIncomplete(RoundPipeError):
-    """A training call failed part-way; drop its gradients before training on."""
-
-
-class StepFailed(RoundPipeError):
-    """A step failed part-way; reset or load the optimizer's parameters before training on."""
 
 
 class HostMemoryShort(RoundPipeError):
@@ -83,51 +83,9 @@ class MachineFailed(RoundPipeError):
         return type(self), (self.rank, str(self))
 
 
-class AloneOnly(RoundPipeError):
-    """The operation works on one machine only; the message says why, and what to do on several."""
-
-
-class TrainingWarning(UserWarning):
-    """A training loop that runs, but is unlikely to do what was meant; the message has the line to write."""
-
-
 class HostMemoryWarning(RuntimeWarning):
     """Host memory will not suffice, if the model is used as is likely; the message has the sum by kind."""
 
 
 class DeviceMemoryWarning(RuntimeWarning):
     """A device ran out of memory; what was unfinished ran again in smaller parts. The message says where."""
-
-
-# User code may raise any class, whose `__repr__` or `add_note` may itself raise. These helpers never raise: their
-# callers are handling an error and must still wake the threads that wait for them.
-
-
-def in_words(error: BaseException) -> str:
-    """An error's `repr`, or its class name if the `repr` fails.
-
-    >>> in_words(ValueError("no"))
-    "ValueError('no')"
-    """
-    try:
-        return repr(error)
-    except BaseException:
-        return f"{class_name(error)} (whose repr fails)"
-
-
-def class_name(error: BaseException) -> str:
-    """The name of an error's class, also where a metaclass hides it.
-
-    >>> class_name(ValueError("no"))
-    'ValueError'
-    """
-    # `type(error).__name__` runs the code of a metaclass that has its own.
-    return type.__dict__["__name__"].__get__(type(error))
-
-
-def add_note(error: BaseException, words: str) -> None:
-    """Add a note to an error; log the note if the error rejects it."""
-    try:
-        error.add_note(words)
-    except BaseException:
-        _LOG.warning("cannot add a note to %s; the note is: %s", in_words(error), words)

@@ -1,5 +1,9 @@
 """What foresees a model's memory and times before it runs: for plans, refusals and tables."""
 
+from rp_state.shards import Owners, Shards, Undivided
+from rp_telemetry.measurements import Rates
+from rp_telemetry.tables import readable_bytes
+
 from rp_engine.device.memory.call_size import rows_of
 from rp_engine.engine.memory.boundaries import held_at_once
 from rp_engine.engine.memory.forecast import MemoryForecast
@@ -10,9 +14,6 @@ from rp_engine.planning.pricing import FORWARD_PART, LAUNCH_MS, USABLE, gradient
 from rp_engine.planning.probe import probe
 from rp_engine.runtime.host_limit import current_limit, parse_bytes
 from rp_engine.runtime.runtime import num_cores
-from rp_engine.state.shards import Owners, Shards, Undivided
-from rp_engine.telemetry.measurements import Rates
-from rp_engine.telemetry.tables import readable_bytes
 
 # Its name in 0.1.0.
 Foresight = HostMemoryCheck

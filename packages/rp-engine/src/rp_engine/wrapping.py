@@ -1,5 +1,9 @@
 """What whoever wraps modules asks of the engine: hooks, entrances, kinds of storage, and runs beside the calls."""
 
+from rp_state.layers import PinMode
+from rp_state.master import unrounded
+from rp_state.model_state import MasterKind
+
 from rp_engine.device.entrance import Entrance, entrance_of
 from rp_engine.device.lazy_hooks import register_lazy_hooks
 from rp_engine.device.recompute import prepares
@@ -9,9 +13,6 @@ from rp_engine.engine.aside import aside
 from rp_engine.execution.call import View
 from rp_engine.execution.effects.written import unwritten
 from rp_engine.execution.losses import check_losses
-from rp_engine.state.layers import PinMode
-from rp_engine.state.master import unrounded
-from rp_engine.state.model_state import MasterKind
 
 __all__ = [
     "Entrance",

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import rp_batch
 from rp_engine.errors import AloneOnly, TrainingWarning
-from rp_engine.user_warnings import warn_user
+from rp_errors import warn_user
 
 from rp_calls.dividing.trial import Found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rp_engine.user_warnings import warn_user
+from rp_errors import warn_user
 
 from rp_checkpoint.errors import CheckpointMismatch, CheckpointWarning
 from rp_checkpoint.loading.opened import Opened

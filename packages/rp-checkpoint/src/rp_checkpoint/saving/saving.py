@@ -15,7 +15,7 @@ from rp_engine import Runtime
 from rp_engine.connecting import ALONE
 from rp_engine.errors import RoundPipeError, in_words
 from rp_engine.saving import Captured
-from rp_engine.user_warnings import warn_user
+from rp_errors import warn_user
 from rp_optim.jobs import Outcome, Worker
 
 from rp_checkpoint.errors import CheckpointError, CheckpointWarning

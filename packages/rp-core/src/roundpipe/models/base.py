@@ -14,8 +14,8 @@ from rp_engine import MemoryReport, Runtime, WholeModel
 from rp_engine.context import doing_optimizer, lasting
 from rp_engine.errors import TrainingWarning
 from rp_engine.estimates import MemoryForecast
-from rp_engine.user_warnings import warn_user
 from rp_engine.wrapping import entrance_of
+from rp_errors import warn_user
 from torch import nn
 
 from roundpipe.models.current import publish_first

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from rp_engine import Runtime
 from rp_engine.errors import AloneOnly
-from rp_engine.user_warnings import warn_user
+from rp_errors import warn_user
 from torch import nn
 
 _IS_AS_IT_IS: ContextVar[bool] = ContextVar("_IS_AS_IT_IS", default=False)

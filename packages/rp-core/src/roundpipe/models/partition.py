@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import reduce
 
 from rp_engine import RoundPipeRunConfig
-from rp_engine.user_warnings import warn_user
 from rp_engine.wrapping import Entrance, has_hooks
+from rp_errors import warn_user
 from rp_transfer import tensors_of
 from torch import nn
 

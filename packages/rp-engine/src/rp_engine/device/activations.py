@@ -11,12 +11,12 @@ from typing import Any
 
 import rp_batch
 import torch
+from rp_telemetry.tracing import Tracer
 from rp_transfer import Backend, Event
 
 from rp_engine.device.memory.strides import Strides, gaps, in_order, laid_out, strided
 from rp_engine.device.packet import Kin, Packet, is_dense
 from rp_engine.runtime.lane import Lane
-from rp_engine.telemetry.tracing import Tracer
 
 
 class _Entry(torch.autograd.Function):

@@ -19,10 +19,10 @@ from functools import cache, wraps
 from typing import Any, Literal, NamedTuple, TypeVar, assert_never
 
 import torch
+from rp_state.modules.habits import Habits
 
 from rp_engine.device.generators.python import Look, Source, seeded, sources
 from rp_engine.errors import Busy
-from rp_engine.habits import Habits
 
 _Result = TypeVar("_Result")
 _MASK = (1 << 64) - 1
@@ -42,20 +42,6 @@ def draw_seed() -> int:
             "the process's random generator meanwhile; call it before, or after model.eval() under torch.no_grad()"
         )
     return int(torch.randint(1 << 62, (), device="cpu").item())
-
-
-def peek_seed() -> int:
-    """Return what `draw_seed` would draw, and leave the generator as it was."""
-    callers = _state()
-    try:
-        return draw_seed()
-    finally:
-        _set_state(callers)
-
-
-def may_draw_seed() -> bool:
-    """Return whether `draw_seed` draws here, where no layer or loss function of another model runs."""
-    return not _HELD.get()
 
 
 class Drawer(NamedTuple):
@@ -339,13 +325,9 @@ class Randomness:
         drawer, microbatch = place
         return mix(self.seed, drawer.place(self._num_layers), self._first + microbatch)
 
-    def has_drawn(self) -> bool:
-        """Return whether any drawer of the call drew from a generator."""
-        return bool(self.drew or self.drew_on_device)
-
     def uses_generators(self) -> bool:
         """Return whether any layer drew, or read the state, so that it will use a generator again in backward."""
-        return self.has_drawn() or bool(self.read)
+        return bool(self.drew or self.drew_on_device or self.read)
 
     def _beside_others(
         self, device: torch.Generator, place: _Place, body: Callable[[], _Result]

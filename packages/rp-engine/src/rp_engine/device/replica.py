@@ -18,6 +18,10 @@ from typing import Any, cast
 import rp_batch
 import torch
 from rp_packing import Expansions, PackedTwin, PackedWeight, packed_weights
+from rp_state.block import Block
+from rp_state.gradient import sum_dtype
+from rp_state.layers import LayerState
+from rp_state.modules.signature import has_hooks as is_hooked
 
 from rp_engine.device.compiling import Compiler
 from rp_engine.device.entrance import entrance_of
@@ -26,10 +30,6 @@ from rp_engine.device.memory.graph_store import GraphStore
 from rp_engine.device.parametrizing import cache_by_thread, parametrizes_in_forward
 from rp_engine.device.recompute import prepares
 from rp_engine.errors import in_words
-from rp_engine.state.block import Block
-from rp_engine.state.gradient import sum_dtype
-from rp_engine.state.layers import LayerState
-from rp_engine.state.modules.signature import has_hooks as is_hooked
 
 _HOOK_TABLES = (
     "_forward_hooks",

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from rp_state.block import Block
+from rp_state.gradient import Gradient
+from rp_telemetry.layer_times import LayerTimes
+from rp_telemetry.tracing import SILENT, Tracer
 from rp_transfer import Event, Ticket
 
 from rp_engine.runtime.porter import Porter
-from rp_engine.state.block import Block
-from rp_engine.state.gradient import Gradient
-from rp_engine.telemetry.layer_times import LayerTimes
-from rp_engine.telemetry.tracing import SILENT, Tracer
 
 
 @dataclass(frozen=True, slots=True)

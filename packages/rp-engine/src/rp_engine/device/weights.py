@@ -9,6 +9,11 @@ from operator import attrgetter, sub
 
 import torch
 from rp_optim.jobs import Outcome, wait_for_all
+from rp_state.block import Block, in_turn
+from rp_state.gradient import sum_dtype
+from rp_state.layers import LayerState
+from rp_telemetry.layer_times import LayerTimes
+from rp_telemetry.tracing import Tracer
 from rp_transfer import Event, Ticket
 
 from rp_engine.device.memory.graph_store import FixedBlock
@@ -16,11 +21,6 @@ from rp_engine.device.memory.kept_weights import Kept, NoneKept
 from rp_engine.device.replica import Twins, attach, detach
 from rp_engine.device.transfers import Delivery, bring, save
 from rp_engine.runtime.lane import Lane
-from rp_engine.state.block import Block, in_turn
-from rp_engine.state.gradient import sum_dtype
-from rp_engine.state.layers import LayerState
-from rp_engine.telemetry.layer_times import LayerTimes
-from rp_engine.telemetry.tracing import Tracer
 
 _version = attrgetter("_version")
 _LATE = (

@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from rp_state.block import Block
+from rp_state.model_state import ModelState
 
 from rp_engine.engine.host_parameters import HostParameters
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.runtime.tickets import own_turn
-from rp_engine.state.block import Block
-from rp_engine.state.model_state import ModelState
 
 
 @contextmanager

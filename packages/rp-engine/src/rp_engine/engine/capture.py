@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from rp_state.block import Block
+from rp_state.halves import can_split
+from rp_state.model_state import ModelState
+from rp_telemetry.tracing import OPTIMIZER, Tracer
 from rp_transfer import Kind, Ticket
 
 from rp_engine.peers.step import Results
-from rp_engine.state.block import Block
-from rp_engine.state.halves import can_split
-from rp_engine.state.model_state import ModelState
-from rp_engine.telemetry.tracing import OPTIMIZER, Tracer
 
 
 @dataclass(frozen=True, slots=True)

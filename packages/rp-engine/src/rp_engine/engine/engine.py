@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import rp_batch
 import torch
 from rp_sched import LayerCost, Mode, Plan
+from rp_state.model_state import HostOptions
+from rp_telemetry.tracing import in_call
 from torch import nn
 
 from rp_engine.device.compiling import options_of
@@ -32,8 +34,6 @@ from rp_engine.planning.call_log import CallTime
 from rp_engine.runtime.launcher import wait_until
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.settings.run_config import RoundPipeRunConfig
-from rp_engine.state.model_state import HostOptions
-from rp_engine.telemetry.tracing import in_call
 
 _Result = TypeVar("_Result")
 
@@ -71,8 +71,8 @@ class Engine:
         return self._telling_early(self._training_call, _always)
 
     def telling_loss(self) -> AbstractContextManager[None]:
-        """Return the same for a loss without gradients, which may draw no seed."""
-        return self._telling_early(self._loss_call, self.host.draws_seed)
+        """Return the same for a loss without gradients, which draws a seed in training mode only."""
+        return self._telling_early(self._loss_call, self.host.is_training)
 
     def telling_forward(self, config: RoundPipeRunConfig, arguments: Any) -> AbstractContextManager[None]:
         """Return the same for a forward, if it is one that machines share."""
@@ -182,7 +182,6 @@ class Engine:
                 self.host.get_ready(training=False, regroups=with_grad)
                 run = self._runs.start("train" if with_grad else "infer", batch, config, numbers=numbers)
                 outputs = run.outputs(wait=config.merge_output is not False)
-                self._runs.settle_draws(run, numbers)
                 warn_of_shortages(run)
             with _aborting(run):
                 outputs = self._outputs_of_all(run, shared, outputs)
@@ -307,7 +306,6 @@ class Engine:
             self.host.get_ready(training=False)
             run = self._runs.start_aside(batch, config, aside)
             outputs = run.outputs(wait=True)
-            self._runs.settle_draws(run)
             if aside.holds_state:
                 # The next call's tasks depend on the weights that stay. And nobody holds the state for this one.
                 run.wait()
@@ -424,12 +422,12 @@ class Engine:
         """Return what sums the losses of all machines, and the outputs if `keep`."""
         with in_call("loss", self._name):
             with shared.telling():
-                numbers = shared.numbers(self.host.draws_seed)
+                # In evaluation mode no seed is used, and the generators stay as they are.
+                numbers = shared.numbers(self.host.is_training)
                 _refuse_divided(batch, shared, keep=keep)
                 self.host.get_ready(training=False, regroups=False)
                 run = self._runs.start("infer", batch, config, loss_fn, keep=keep, numbers=numbers)
                 losses, outputs = run.losses(), run.outputs(wait=config.merge_output is not False)
-                self._runs.settle_draws(run, numbers)
                 warn_of_shortages(run)
             return self._losses_of_all(run, shared, losses), outputs
 

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rp_sched import Task
+from rp_state.block import Block
+from rp_state.grad_attribute import Exposure
+from rp_state.model_state import ModelState
 
 from rp_engine.errors import RoundPipeError
 from rp_engine.peers.peers import SharedModel
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.runtime.tickets import own_turn
-from rp_engine.state.block import Block
-from rp_engine.state.grad_attribute import Exposure
-from rp_engine.state.model_state import ModelState
 
 
 class HostGradients:

@@ -10,6 +10,10 @@ from weakref import WeakSet
 import torch
 from rp_optim.jobs import Outcome
 from rp_sched import Task
+from rp_state.block import Block
+from rp_state.model_state import HostOptions, ModelState
+from rp_state.modules.ownership import Claim
+from rp_telemetry.tracing import Tracer
 from rp_transfer import Ticket
 from torch import nn
 
@@ -22,10 +26,6 @@ from rp_engine.optimizer.model_step import ModelStep
 from rp_engine.optimizer.updates import Updates
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.runtime.tickets import Take, own_turn
-from rp_engine.state.block import Block
-from rp_engine.state.model_state import HostOptions, ModelState
-from rp_engine.state.modules.ownership import Claim
-from rp_engine.telemetry.tracing import Tracer
 
 
 class Forward(Protocol):
@@ -116,10 +116,9 @@ class HostParameters:
         """Return whether any parameter of the layers requires grad now."""
         return any(parameter.requires_grad for module in self._modules() for parameter in module.parameters())
 
-    def draws_seed(self) -> bool:
-        """Return whether a call draws a seed: a module trains now, or some draw in evaluation mode, too."""
-        is_training = any(one.training for module in self._modules() for one in module.modules())
-        return is_training or self.state.habits.evaluates_randomly is True
+    def is_training(self) -> bool:
+        """Return whether any module of the layers is in training mode now, so that a call draws a seed."""
+        return any(one.training for module in self._modules() for one in module.modules())
 
     # One model's share of the methods of `WholeModel`
 

@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from rp_state.block import Block
+from rp_state.model_state import HostOptions
 from torch import nn
 
 from rp_engine.engine.host_parameters import HostParameters
 from rp_engine.optimizer.model_step import ModelStep
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.runtime.tickets import Take, own_turn
-from rp_engine.state.block import Block
-from rp_engine.state.model_state import HostOptions
 
 
 class _Holder(nn.Module):

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
+from rp_state.master import set_values
+from rp_state.model_state import ModelState
 
 from rp_engine.engine.capture import Held, held_by
 from rp_engine.engine.host_parameters import HostParameters
 from rp_engine.engine.memory.memory_check import HostMemoryCheck
 from rp_engine.engine.memory.second_blocks import decide, want_for_restoring
 from rp_engine.runtime.runtime import Runtime
-from rp_engine.state.master import set_values
-from rp_engine.state.model_state import ModelState
 
 
 class Restoring:

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from rp_errors import warn_user
 from rp_sched import Mode, Task
+from rp_state.model_state import HostOptions
 from torch import nn
 
 from rp_engine.device.compiling import CompileOptions, Compiler
 from rp_engine.device.packet import Packet
-from rp_engine.device.randomness import Randomness, draw_seed, may_draw_seed, peek_seed
+from rp_engine.device.randomness import Randomness, draw_seed
 from rp_engine.device.replica import Twins
 from rp_engine.engine.host_parameters import HostParameters
 from rp_engine.engine.memory.boundaries import Boundaries
@@ -26,8 +28,6 @@ from rp_engine.peers.call import Numbers
 from rp_engine.planning.planner import Planner
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.settings.run_config import RoundPipeRunConfig
-from rp_engine.state.model_state import HostOptions
-from rp_engine.user_warnings import warn_user
 
 # In one of so many training calls, what layers recompute is compared with what their forward gave.
 _COMPARED_EACH = 64
@@ -89,7 +89,7 @@ class Runs:
         else:
             tasks = self.planner.tasks_aside(config, batch.size)
         self._admit("infer", tasks, batch, keeps_outputs=aside.view is None)
-        call = self._call("infer", batch, config, None, keep=True, numbers=None, aside=aside)
+        call = replace(self._call("infer", batch, config, None, keep=True, numbers=None), aside=aside)
         run = self._followed(call, tasks, batch)
         run.start(None)
         return run
@@ -139,17 +139,16 @@ class Runs:
         *,
         keep: bool,
         numbers: Numbers | None,
-        aside: Aside | None = None,
     ) -> Call:
         state, with_grad = self.host.state, mode != "infer"
         compares = with_grad and state.num_runs % _COMPARED_EACH == _COMPARED_EACH // 2
         if compares:
             # Also whether layers draw from Python's generators is looked at anew.
             state.habits = replace(state.habits, not_drawing=set(), sources={})
-        draws = config.preserve_rng_state is not False and self._draws(aside, with_grad=with_grad)
+        random = with_grad or any(flag for flags in state.flags for flag in flags)
         randomness = None
-        if draws is not False:
-            numbers = numbers or Numbers(0, draw_seed() if draws else peek_seed())
+        if random and config.preserve_rng_state is not False:
+            numbers = numbers or Numbers(0, draw_seed())
             randomness = Randomness(numbers.seed, len(state.layers), state.habits, numbers.first)
         return Call(
             name=self._name,
@@ -167,35 +166,10 @@ class Runs:
             keep_outputs=keep,
             waits=config.merge_output is not False,
             habits=state.habits,
-            looks=draws is None,
             compares=compares and randomness is not None,
-            aside=aside,
-            # Later calls have no seed, so graphs of this one would not be theirs.
-            launch="eager" if draws is None else config.launch or "eager",
+            launch=config.launch or "eager",
             first_microbatch=0 if numbers is None else numbers.first,
         )
-
-    def _draws(self, aside: Aside | None, *, with_grad: bool) -> bool | None:
-        """Return whether a call has a seed; None: in evaluation mode, only if it turns out that anything draws."""
-        if with_grad or any(flag for flags in self.host.state.flags for flag in flags):
-            return True
-        # A layer that draws unexpectedly runs again, which state that it writes does not allow. And the layer of
-        # another model inside of which this call is made has the generators to itself.
-        if (aside is not None and aside.holds_state) or not may_draw_seed():
-            return False
-        return self.host.state.habits.evaluates_randomly
-
-    def settle_draws(self, run: Run, numbers: Numbers | None = None) -> None:
-        """After a call that looks: note what it has shown, and draw its seed if that was used.
-
-        `numbers`: those that the call was given.
-        """
-        call = run.call
-        if not call.looks or call.randomness is None:
-            return
-        call.habits.evaluates_randomly = call.randomness.has_drawn()
-        if call.habits.evaluates_randomly and numbers is None:
-            draw_seed()
 
     # Notices of changes on the host: see `Observer`
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from rp_optim.host import HostOptimizer
 from rp_optim.jobs import Outcome
+from rp_state.block import Block
+from rp_state.model_state import ModelState
 from rp_transfer import Ticket
 
 from rp_engine.engine.whole_model import WholeModel
 from rp_engine.errors import add_note
 from rp_engine.runtime.launcher import wait_until
-from rp_engine.state.block import Block
-from rp_engine.state.model_state import ModelState
 
 
 class StepDuring:

@@ -11,6 +11,10 @@ import torch
 from rp_optim.host import HostOptimizer
 from rp_optim.jobs import Outcome
 from rp_optim.worker import wait_for_steps
+from rp_state.block import Block
+from rp_state.master import refuse_part
+from rp_state.model_state import ModelState
+from rp_telemetry.tracing import in_call
 from rp_transfer import Ticket
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -30,10 +34,6 @@ from rp_engine.peers.step import SharedStep
 from rp_engine.runtime.launcher import wait_until
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.runtime.tickets import taking_tickets
-from rp_engine.state.block import Block
-from rp_engine.state.master import refuse_part
-from rp_engine.state.model_state import ModelState
-from rp_engine.telemetry.tracing import in_call
 
 
 class WholeModel:

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 from rp_sched import Mode, Task
+from rp_state.model_state import ModelState
+from rp_state.modules.habits import Habits
 
 from rp_engine.context import stepping_in_backward
 from rp_engine.device.memory.kept_weights import Kept, NoneKept
 from rp_engine.device.packet import Packet
 from rp_engine.device.randomness import Randomness
 from rp_engine.execution.losses import LossesSeen
-from rp_engine.habits import Habits
 from rp_engine.settings.run_config import Grain, Launch
-from rp_engine.state.model_state import ModelState
 
 _NUMBERS = itertools.count()
 _NONE_KEPT = NoneKept()
@@ -109,8 +109,7 @@ class Call:
     `flags`: the `training` flags of each layer's modules at launch. `randomness`: None if the call does not seed
     random numbers. `spare_bytes`: the memory left free on each device while the call runs. `waits`: whether the
     caller waits until the results are on the host. `first_microbatch`: the number of this machine's first one.
-    `habits`: what layers were seen to do when the call was launched. `looks`: whether it shows if anything draws
-    in evaluation mode, and has a seed that is drawn only if so. `compares`: whether what layers recompute is
+    `habits`: what layers were seen to do when the call was launched. `compares`: whether what layers recompute is
     compared with what forward gave, which `recomputed` tells when the call is over. `aside`: None for a call
     of the user's. `launch`: see `RoundPipeRunConfig`. `number`: no other call of the process has it.
     """
@@ -131,7 +130,6 @@ class Call:
     waits: bool = True
     first_microbatch: int = 0
     habits: Habits = field(default_factory=Habits)
-    looks: bool = False
     compares: bool = False
     aside: Aside | None = None
     launch: Launch = "eager"

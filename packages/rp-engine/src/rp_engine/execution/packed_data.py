@@ -7,9 +7,8 @@ from typing import Any
 
 import rp_batch
 import torch
+from rp_errors import warn_user
 from rp_transfer import Backend, Event
-
-from rp_engine.user_warnings import warn_user
 
 TransferEvent = tuple[Event | None, Event | None]
 

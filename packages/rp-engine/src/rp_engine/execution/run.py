@@ -14,6 +14,10 @@ from collections.abc import Sequence
 import torch
 from rp_optim.jobs import Outcome, wait_for_all
 from rp_sched import Task
+from rp_state.block import Block
+from rp_telemetry import tracing
+from rp_telemetry.call_span import CallSpan
+from rp_telemetry.layer_times import LayerTimes
 from rp_transfer import Ticket, is_out_of_memory
 
 from rp_engine.device.memory.call_size import CallSize
@@ -34,14 +38,10 @@ from rp_engine.execution.stage.workplace import Workplace
 from rp_engine.execution.task_job import TaskJob
 from rp_engine.execution.turns import CallTurns
 from rp_engine.runtime.lane import Lane
+from rp_engine.runtime.late_errors import Late
 from rp_engine.runtime.launcher import wait_until
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.runtime.tickets import taking_tickets
-from rp_engine.state.block import Block
-from rp_engine.telemetry import tracing
-from rp_engine.telemetry.call_span import CallSpan
-from rp_engine.telemetry.late_errors import Late
-from rp_engine.telemetry.layer_times import LayerTimes
 
 
 class Run:

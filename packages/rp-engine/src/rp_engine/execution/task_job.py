@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from rp_sched import Task
+from rp_telemetry.layer_times import LayerTimes
 
 from rp_engine.device.weights import Weights
 from rp_engine.execution.exchange import Aborted
@@ -15,7 +16,6 @@ from rp_engine.execution.shortage.retreat import Retreat
 from rp_engine.execution.shortage.slots import TaskSlots
 from rp_engine.execution.stage.stage import Stage
 from rp_engine.execution.stage.workplace import Workplace
-from rp_engine.telemetry.layer_times import LayerTimes
 
 
 class Owner(Protocol):

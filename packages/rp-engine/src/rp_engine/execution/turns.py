@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rp_sched import Task
+from rp_state.block import Block, in_turn
+from rp_state.model_state import ModelState
 from rp_transfer import Ticket
 
 from rp_engine.runtime.tickets import Take, taking_tickets
-from rp_engine.state.block import Block, in_turn
-from rp_engine.state.model_state import ModelState
 
 
 class CallTurns:

@@ -12,15 +12,15 @@ from functools import partial
 import torch
 from rp_optim import link, unlink
 from rp_optim.masters import Share, link_of
+from rp_state.block import Block
+from rp_state.gradient import Gradient
+from rp_state.master import is_split, reading
+from rp_state.model_state import ModelState
+from rp_telemetry.tracing import OPTIMIZER, SILENT, Tracer
 from rp_transfer import Ticket
 
 from rp_engine.errors import RoundPipeError
 from rp_engine.peers.step import Results, StepGradients
-from rp_engine.state.block import Block
-from rp_engine.state.gradient import Gradient
-from rp_engine.state.master import is_split, reading
-from rp_engine.state.model_state import ModelState
-from rp_engine.telemetry.tracing import OPTIMIZER, SILENT, Tracer
 
 
 class Consumed:

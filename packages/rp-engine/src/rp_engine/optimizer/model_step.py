@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from rp_state.block import Block
+from rp_state.model_state import ModelState
+from rp_telemetry.measurements import Measurements
+from rp_telemetry.tracing import Tracer
 from rp_transfer import Ticket
 
 from rp_engine.optimizer.linked_block import Consumed, ConsumingTurn, LinkedBlock
 from rp_engine.optimizer.publication import Publication
 from rp_engine.peers.step import Results, SharedStep, StepGradients
-from rp_engine.state.block import Block
-from rp_engine.state.model_state import ModelState
-from rp_engine.telemetry.measurements import Measurements
-from rp_engine.telemetry.tracing import Tracer
 
 
 @dataclass(frozen=True, slots=True)

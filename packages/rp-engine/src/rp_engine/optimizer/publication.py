@@ -11,12 +11,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
+from rp_state.block import Block
+from rp_state.model_state import ModelState
+from rp_telemetry.tracing import NOTHING, OPTIMIZER, Tracer
 from rp_transfer import Ticket
 
 from rp_engine.peers.step import Results
-from rp_engine.state.block import Block
-from rp_engine.state.model_state import ModelState
-from rp_engine.telemetry.tracing import NOTHING, OPTIMIZER, Tracer
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,9 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 from rp_sched import Host
+from rp_state.master import note_optimizer
+from rp_telemetry.measurements import Measurements
+from rp_telemetry.tracing import OPTIMIZER, SILENT, Tracer
 
 from rp_engine.context import OptimizerCtx
 from rp_engine.errors import add_note, class_name, in_words
@@ -17,9 +20,6 @@ from rp_engine.optimizer.linked_block import LinkedBlock, abandon, unlink_all
 from rp_engine.optimizer.model_step import ModelStep
 from rp_engine.optimizer.watched import tell_reuse
 from rp_engine.peers.step import Incomplete, Results, SharedStep
-from rp_engine.state.master import note_optimizer
-from rp_engine.telemetry.measurements import Measurements
-from rp_engine.telemetry.tracing import OPTIMIZER, SILENT, Tracer
 
 
 def run_step(

@@ -11,18 +11,18 @@ from contextvars import copy_context
 from functools import partial
 
 from rp_optim.jobs import Outcome
+from rp_state.block import Block
+from rp_state.model_state import ModelState
+from rp_telemetry import tracing
+from rp_telemetry.tracing import Tracer
 from rp_transfer import Ticket
 
 from rp_engine.optimizer.model_step import ModelStep, ModelTurns
 from rp_engine.optimizer.publication import Publication
+from rp_engine.runtime.late_errors import Late
 from rp_engine.runtime.launcher import wait_until
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.runtime.tickets import Take, taking_tickets
-from rp_engine.state.block import Block
-from rp_engine.state.model_state import ModelState
-from rp_engine.telemetry import tracing
-from rp_engine.telemetry.late_errors import Late
-from rp_engine.telemetry.tracing import Tracer
 
 
 class Updates:

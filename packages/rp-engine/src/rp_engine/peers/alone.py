@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 
 import torch
 from rp_optim import GradientPair
+from rp_state.block import Block
+from rp_state.model_state import ModelState
+from rp_state.shards import Undivided
+from rp_telemetry.tracing import SILENT, Tracer
 from rp_transfer import Ticket
 
 from rp_engine.peers.call import CallBatch, Facts, Rows
 from rp_engine.peers.peers import Launch
 from rp_engine.peers.step import Incomplete, StepGradients
-from rp_engine.state.block import Block
-from rp_engine.state.model_state import ModelState
-from rp_engine.state.shards import Undivided
-from rp_engine.telemetry.tracing import SILENT, Tracer
 
 _Item = TypeVar("_Item")
 _Batch = TypeVar("_Batch", bound=CallBatch)

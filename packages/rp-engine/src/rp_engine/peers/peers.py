@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import torch
+from rp_state.block import Block
+from rp_state.model_state import ModelState
+from rp_state.shards import Owners
 from rp_transfer import Ticket
 
 from rp_engine.peers.call import CallBatch, CallShare, Facts
 from rp_engine.peers.step import Results, SharedStep, StepGradients
-from rp_engine.state.block import Block
-from rp_engine.state.model_state import ModelState
-from rp_engine.state.shards import Owners
 
 _Value = TypeVar("_Value")
 _Result = TypeVar("_Result")

@@ -8,10 +8,9 @@ from typing import Any, Protocol
 import torch
 from rp_optim import GradientPair
 from rp_optim.masters import Share
+from rp_state.block import Block
+from rp_telemetry.tracing import SILENT, Tracer
 from rp_transfer import Ticket
-
-from rp_engine.state.block import Block
-from rp_engine.telemetry.tracing import SILENT, Tracer
 
 
 class Incomplete(BaseException):

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Literal
 
 from rp_sched import LayerCost, Limits, Mode, Plan, PricedPlan, Replanner, Resource, Search
+from rp_telemetry.layer_times import ModelTimer
 
 from rp_engine.planning.settled_plans import Settled, SettledPlan
-from rp_engine.telemetry.layer_times import ModelTimer
 
 _LOG = logging.getLogger(__name__)
 # Samples before plans are searched with measured times, besides the dropped warm-up: one may be an outlier.

@@ -12,11 +12,11 @@ from statistics import median
 from typing import Literal, Protocol
 
 from rp_sched import LayerCost, Mode, Plan, PricedPlan, Resource, simulated_ms
+from rp_telemetry.call_span import CallSpan
+from rp_telemetry.layer_times import ModelTimer
+from rp_telemetry.tables import table
 
 from rp_engine.planning.pricing import Pricing
-from rp_engine.telemetry.call_span import CallSpan
-from rp_engine.telemetry.layer_times import ModelTimer
-from rp_engine.telemetry.tables import table
 
 _LOG = logging.getLogger(__name__)
 # The number of latest calls whose median is taken.

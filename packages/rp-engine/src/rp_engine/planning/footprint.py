@@ -14,9 +14,8 @@ from operator import itemgetter
 
 from rp_packing import expansion_bytes
 from rp_sched import LayerCost, Task
-
-from rp_engine.state.gradient import sum_dtype
-from rp_engine.state.layers import LayerState
+from rp_state.gradient import sum_dtype
+from rp_state.layers import LayerState
 
 # For backward a matrix product keeps its input and the next operation its output; layers keep more than these.
 _GUESSED_FACTOR = 2

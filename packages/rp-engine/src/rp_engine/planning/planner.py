@@ -13,6 +13,10 @@ from functools import partial
 import rp_sched
 from rp_packing import packed_weights
 from rp_sched import LayerCost, Limits, Mode, Plan, Task
+from rp_state.layers import LayerState
+from rp_state.model_state import ModelState
+from rp_telemetry.launch_times import Launches
+from rp_telemetry.layer_times import LayerTimes, ModelTimer
 
 from rp_engine.device.memory.call_size import CallSize
 from rp_engine.device.memory.kept_weights import Kept
@@ -26,10 +30,6 @@ from rp_engine.planning.with_state import homes, tasks_at_home
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.settings.execute_plan import ModelExecutePlan
 from rp_engine.settings.run_config import RoundPipeRunConfig
-from rp_engine.state.layers import LayerState
-from rp_engine.state.model_state import ModelState
-from rp_engine.telemetry.launch_times import Launches
-from rp_engine.telemetry.layer_times import LayerTimes, ModelTimer
 
 _LOG = logging.getLogger(__name__)
 # Guessed costs until times are measured; only their ratio matters, also to the guessed link (`pricing`). A byte of

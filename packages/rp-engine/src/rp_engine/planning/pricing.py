@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from rp_sched import Device, Host, LayerCost, Limits, Plan, PricedPlan
+from rp_state.block import Block
+from rp_state.gradient import sum_dtype
+from rp_state.model_state import ModelState
+from rp_telemetry.layer_times import ModelTimer
+from rp_telemetry.measurements import Rates, near
 from rp_transfer import Group
 
 from rp_engine.planning.footprint import Footprint
 from rp_engine.planning.probe import probed
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.settings.execute_plan import MODEL_SHARE
-from rp_engine.state.block import Block
-from rp_engine.state.gradient import sum_dtype
-from rp_engine.state.model_state import ModelState
-from rp_engine.telemetry.layer_times import ModelTimer
-from rp_engine.telemetry.measurements import Rates, near
 
 # Until times are measured: twice as long for a byte of weights as a microbatch's forward pass is guessed to take.
 _LINK_GB_S = 0.5

@@ -10,12 +10,12 @@ from typing import Literal
 
 import torch
 from rp_sched import Switch
+from rp_telemetry.measurements import Rates
 from rp_transfer import Backend
 
 from rp_engine.runtime.lane import Lane
 from rp_engine.runtime.porter import Porter
 from rp_engine.runtime.runtime import Runtime
-from rp_engine.telemetry.measurements import Rates
 
 _LOG = logging.getLogger(__name__)
 # Large enough that a copy's start-up is negligible; eight devices together take a quarter of a gigabyte.

@@ -16,10 +16,10 @@ from typing import Any, cast
 
 import torch
 from rp_sched import Mode, Plan
+from rp_state.model_state import ModelState
 
 from rp_engine.runtime.lane import Lane
 from rp_engine.runtime.runtime import Runtime
-from rp_engine.state.model_state import ModelState
 
 _LOG = logging.getLogger(__name__)
 _VARIABLE = "RP_ENGINE_CACHE"

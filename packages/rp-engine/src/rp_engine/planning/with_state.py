@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from rp_sched import Task, TaskKind
+from rp_state.layers import LayerState
 
 from rp_engine.device.memory.kept_weights import Kept, bytes_to_bring
 from rp_engine.runtime.runtime import Runtime
-from rp_engine.state.layers import LayerState
 
 # Weights up to this share of some devices' memory stay there: the rest is for state, such as keys and values.
 _SHARE = 0.6

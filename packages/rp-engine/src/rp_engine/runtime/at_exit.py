@@ -11,7 +11,7 @@ from typing import Protocol
 
 from rp_optim.jobs import finish_all
 
-from rp_engine.telemetry.late_errors import tell_the_rest
+from rp_engine.runtime.late_errors import tell_the_rest
 
 
 class Open(Protocol):

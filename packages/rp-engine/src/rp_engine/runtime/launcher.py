@@ -18,10 +18,10 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from rp_errors import held_back, warn_user
 from rp_optim.jobs import Worker
 
 from rp_engine.errors import add_note, in_words
-from rp_engine.user_warnings import held_back, warn_user
 
 _Result = TypeVar("_Result")
 

@@ -12,8 +12,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from rp_errors import warn_user
 from rp_optim import OptimizerThread
 from rp_sched import Assigner
+from rp_telemetry import tracing
+from rp_telemetry.measurements import Measurements
 from rp_transfer import Backend, Closed, HostLimit, HostUse, MemoryUse, local_processes, open_backend
 
 from rp_engine.errors import Busy, RoundPipeError, TrainingWarning
@@ -25,12 +28,9 @@ from rp_engine.runtime.host_limit import current_limit
 from rp_engine.runtime.lane import Lane
 from rp_engine.runtime.launcher import Launcher, wait_until
 from rp_engine.runtime.switch_interval import quick_switching
-from rp_engine.telemetry import tracing
-from rp_engine.telemetry.measurements import Measurements
-from rp_engine.user_warnings import warn_user
 
 if TYPE_CHECKING:
-    from rp_engine.state.model_state import ModelState
+    from rp_state.model_state import ModelState
 
 
 _Result = TypeVar("_Result")

@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 import rp_batch
 import torch
 from rp_engine.errors import RoundPipeError, TrainingWarning
-from rp_engine.user_warnings import warn_user
 from rp_engine.wrapping import is_in_level
+from rp_errors import warn_user
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel

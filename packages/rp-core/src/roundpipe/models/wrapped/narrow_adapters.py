@@ -10,8 +10,8 @@ from typing import Any, Protocol, cast
 import torch
 from rp_checkpoint.errors import CheckpointWarning
 from rp_engine import Runtime, WholeModel
-from rp_engine.user_warnings import warn_user
 from rp_engine.wrapping import unrounded
+from rp_errors import warn_user
 from torch import nn
 
 from roundpipe.models.current import Nothing, is_as_it_is

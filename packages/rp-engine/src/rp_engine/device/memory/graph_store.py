@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from rp_sched import Mode
+from rp_state.block import Block
 from rp_transfer import GraphPool
-
-from rp_engine.state.block import Block
 
 # Signatures that are remembered: shapes may come and go without end.
 _MOST_ENTRIES = 256

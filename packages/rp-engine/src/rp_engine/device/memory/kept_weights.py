@@ -11,13 +11,13 @@ from typing import Protocol
 
 import torch
 from rp_optim.jobs import Outcome
+from rp_state.block import Block
+from rp_state.layers import LayerState
 from rp_transfer import Device, Event, MemoryUse, Retainer
 
 from rp_engine.runtime.lane import Lane
 from rp_engine.runtime.launcher import wait_until
 from rp_engine.runtime.runtime import Runtime
-from rp_engine.state.block import Block
-from rp_engine.state.layers import LayerState
 
 # What kernels take beside torch's allocator, and what its holes waste, is not seen.
 _USABLE = 0.92

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from rp_sched import Task
+from rp_state.layers import LayerState
 
 from rp_engine.device.memory.call_size import CallSize
-from rp_engine.state.layers import LayerState
 
 # A call of so many times the largest before is only guessed: what does not grow with the rows, such as staging
 # memory, would count as many times.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from rp_telemetry.tables import readable_bytes, table
 from rp_transfer import HostLimit
 
 from rp_engine.engine.memory.host_bytes import HostBytes
 from rp_engine.errors import HostMemoryShort
-from rp_engine.telemetry.tables import readable_bytes, table
 
 # What stays free, since the system stalls, and kills processes, before all memory is in use: a share of the limit,
 # but less for what is small itself.

@@ -7,16 +7,15 @@ from dataclasses import dataclass, fields, replace
 from functools import reduce
 
 import torch
+from rp_state.block import Block
+from rp_state.gradient import sum_dtype
+from rp_state.halves import can_split
+from rp_state.layers import PinMode, moves
+from rp_state.master import is_split, master_bytes
+from rp_state.model_state import HostOptions, MasterKind, ModelState
+from rp_state.passed_memory import sharing
+from rp_state.shards import Owners, Undivided
 from rp_transfer import Group
-
-from rp_engine.state.block import Block
-from rp_engine.state.gradient import sum_dtype
-from rp_engine.state.halves import can_split
-from rp_engine.state.layers import PinMode, moves
-from rp_engine.state.master import is_split, master_bytes
-from rp_engine.state.model_state import HostOptions, MasterKind, ModelState
-from rp_engine.state.passed_memory import sharing
-from rp_engine.state.shards import Owners, Undivided
 
 _UNDIVIDED = Undivided()
 _NAMES = {

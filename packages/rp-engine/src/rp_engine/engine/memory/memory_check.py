@@ -9,8 +9,15 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
+from rp_errors import warn_user
 from rp_optim import state_bytes
 from rp_optim.host import HostOptimizer
+from rp_state.block import Block
+from rp_state.halves import can_split
+from rp_state.layers import moves
+from rp_state.master import is_split, master_bytes
+from rp_state.model_state import HostOptions, ModelState
+from rp_state.shards import Owners
 from rp_transfer import Group, MappedFiles, give_back_freed
 from torch.optim import Optimizer
 
@@ -27,13 +34,6 @@ from rp_engine.engine.memory.host_bytes import (
 from rp_engine.engine.memory.report import state_bytes_now
 from rp_engine.errors import HostMemoryWarning
 from rp_engine.runtime.runtime import Runtime
-from rp_engine.state.block import Block
-from rp_engine.state.halves import can_split
-from rp_engine.state.layers import moves
-from rp_engine.state.master import is_split, master_bytes
-from rp_engine.state.model_state import HostOptions, ModelState
-from rp_engine.state.shards import Owners
-from rp_engine.user_warnings import warn_user
 
 # Share of the host's memory up to which weights get second blocks by default.
 SECOND_BLOCKS_SHARE = 1 / 16

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from rp_state.model_state import ModelState
+
 from rp_engine.engine.memory.memory_check import HostMemoryCheck
-from rp_engine.state.model_state import ModelState
 
 
 def decided(states: Sequence[ModelState]) -> list[bool | None]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from rp_sched import Task
+from rp_state.block import Block
 from rp_transfer import is_out_of_memory
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] - of batch and instance norms
@@ -18,7 +19,6 @@ from rp_engine.device.weights import Weights
 from rp_engine.errors import AloneOnly, RoundPipeError
 from rp_engine.execution.call import Call
 from rp_engine.execution.shortage.slots import TaskSlots
-from rp_engine.state.block import Block
 
 
 class LayerBuffers:

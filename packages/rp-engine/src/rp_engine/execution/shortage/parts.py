@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rp_sched import Task, TaskKind
-
-from rp_engine.state.layers import LayerState
+from rp_state.layers import LayerState
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rp_sched import Task
+from rp_state.block import Block
 from rp_transfer import Ticket
 
 from rp_engine.device.weights import Weights
@@ -15,7 +16,6 @@ from rp_engine.execution.shortage.ran_out import drop_frames, shortage_of
 from rp_engine.execution.shortage.slots import TaskSlots
 from rp_engine.execution.stage.stage import Stage
 from rp_engine.execution.stage.workplace import Workplace
-from rp_engine.state.block import Block
 
 # How often a part that cannot be cut is run again, with the device to itself: what else took memory, such as
 # another process, may be gone.

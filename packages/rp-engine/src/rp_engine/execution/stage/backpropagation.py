@@ -9,6 +9,9 @@ from typing import Any
 import rp_batch
 import torch
 from rp_sched import Task
+from rp_state.block import Block
+from rp_telemetry.layer_times import LayerTimes
+from rp_telemetry.tracing import NOTHING
 
 from rp_engine.device.weights import Weights
 from rp_engine.execution.lazy import is_lazy
@@ -16,9 +19,6 @@ from rp_engine.execution.stage.activity import TaskActivity
 from rp_engine.execution.stage.graphs import TaskGraphs
 from rp_engine.execution.stage.layer_runs import LayerRuns
 from rp_engine.execution.stage.workplace import Workplace
-from rp_engine.state.block import Block
-from rp_engine.telemetry.layer_times import LayerTimes
-from rp_engine.telemetry.tracing import NOTHING
 
 # Gradients leave during backward in groups of so many bytes of weights: each departure takes the GIL from the
 # thread that launches backward.

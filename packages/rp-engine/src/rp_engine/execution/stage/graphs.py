@@ -11,6 +11,9 @@ from typing import Any, cast
 import rp_batch
 import torch
 from rp_sched import Task
+from rp_state.block import Block
+from rp_state.gradient import sum_dtype
+from rp_telemetry.layer_times import LayerTimes
 from rp_transfer import GraphPool, NotCapturable, is_out_of_memory
 
 from rp_engine.device.activations import enter
@@ -26,9 +29,6 @@ from rp_engine.execution.stage.graphable import Graphable, task_reason
 from rp_engine.execution.stage.layer_runs import LayerRuns
 from rp_engine.execution.stage.span import Span, SpanWork, tensors_of
 from rp_engine.execution.stage.workplace import Workplace
-from rp_engine.state.block import Block
-from rp_engine.state.gradient import sum_dtype
-from rp_engine.telemetry.layer_times import LayerTimes
 
 _LOG = logging.getLogger(__name__)
 # The greatest difference, as a part of the norm, between a replay and a run by Python that roundings explain.

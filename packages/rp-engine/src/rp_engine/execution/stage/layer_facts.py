@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rp_sched import Task
+from rp_state.layers import LayerState
+from rp_telemetry.layer_times import LayerTimes
+from rp_telemetry.tracing import SILENT
 
 from rp_engine.device.randomness import Drawer
 from rp_engine.execution.call import Call, View
 from rp_engine.execution.effects.boundary import Boundary
 from rp_engine.execution.stage.workplace import Workplace
-from rp_engine.state.layers import LayerState
-from rp_engine.telemetry.layer_times import LayerTimes
-from rp_engine.telemetry.tracing import SILENT
 
 # How often a layer is examined after it or its flags have changed: the second time only its attributes.
 _EXAMINATIONS = 2

@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import torch
 from rp_sched import Task
+from rp_telemetry.layer_times import LayerTimes
+from rp_telemetry.tracing import NOTHING
 
 from rp_engine.context import RecomputeCtx
 from rp_engine.device.activations import PacketCopier
@@ -30,8 +32,6 @@ from rp_engine.execution.shortage.slots import TaskSlots
 from rp_engine.execution.stage.activity import TaskActivity
 from rp_engine.execution.stage.layer_facts import LayerFacts, wants_examination
 from rp_engine.execution.stage.workplace import Workplace
-from rp_engine.telemetry.layer_times import LayerTimes
-from rp_engine.telemetry.tracing import NOTHING
 
 _FORWARD = "in {0}, forward, microbatch {1}"
 _COMPARISON = "in {0}, recomputation to compare with forward, microbatch {1}"

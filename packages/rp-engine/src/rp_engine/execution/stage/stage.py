@@ -9,6 +9,8 @@ from typing import Any, assert_never
 import rp_batch
 import torch
 from rp_sched import Task, TaskKind
+from rp_telemetry.layer_times import LayerTimes
+from rp_telemetry.tracing import NOTHING
 from rp_transfer import Event
 
 from rp_engine.device.activations import Arrived, Origins, PacketCopier, enter
@@ -24,8 +26,6 @@ from rp_engine.execution.stage.graphs import TaskGraphs
 from rp_engine.execution.stage.layer_runs import LayerRuns
 from rp_engine.execution.stage.task_packets import TaskPackets
 from rp_engine.execution.stage.workplace import Workplace
-from rp_engine.telemetry.layer_times import LayerTimes
-from rp_engine.telemetry.tracing import NOTHING
 
 # After transfers of so many bytes a worker waits for its device between layers, or they would fill its memory.
 _LARGE_BYTES = 64 << 20

@@ -6,13 +6,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from rp_telemetry.tracing import Tracer
 from rp_transfer import Backend
 
 from rp_engine.device.replica import Twins
 from rp_engine.device.transfers import Delivery
 from rp_engine.execution.call import Call
 from rp_engine.runtime.lane import Lane
-from rp_engine.telemetry.tracing import Tracer
 
 
 class Outbox(Protocol):

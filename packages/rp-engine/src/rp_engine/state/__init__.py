@@ -1,1 +1,0 @@
-"""A model's weights, gradients, buffers and master weights in host memory."""

@@ -1,1 +1,0 @@
-"""Measurements of the engine's work: trace spans, profiles and layer times."""

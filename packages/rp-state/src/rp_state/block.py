@@ -1,0 +1,177 @@
+"""A block: tensors of one kind and dtype that the same layers use, with the order of access to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from rp_optim import write_weights
+from rp_transfer import Backend, Group, Kind, MappedFiles, Turns
+
+from rp_state.gradient import Gradient
+from rp_state.master import is_split
+from rp_state.shards import Segment
+
+
+class Block:
+    """Tensors of one kind and dtype that the same layers use, and `turns`, the order of access to them.
+
+    `memory`: one contiguous block (numel,), or None if the tensors stay in their own storages, which
+    `registration` keeps pinned if they are registered. `is_staged`: some of this memory is not pinned, so the host
+    copies it to pinned memory for each upload. `writes`: whether a layer was seen to write these buffers; None
+    until one has run in this mode. `looked_at`: the layers that were checked for that. `counts_writes`: whether
+    torch's version counters have shown a write, which a layer may make in some microbatches only. `is_persistent`:
+    whether some of these buffers are in state dicts.
+
+    `back`: a second block or None. A step writes its result there while devices read `memory`; publication swaps
+    the two. `complete`: the parameters whose result is in `back`, as index and master's version at that time.
+    `segments`: which machine owns which part. `additions`: how often the last microbatch of any task added to each
+    gradient; 0 if there was none. `leaves_early`: whether its gradients may leave before a task's end.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        group: Group,
+        files: MappedFiles,
+        memory: torch.Tensor | None = None,
+        registration: object = None,
+    ) -> None:
+        self.kind: Kind = group.kind
+        self.users = group.users
+        self.tensors = group.tensors
+        self.layout = group.layout
+        self.turns = Turns()
+        self.gradient = Gradient(backend, self.layout) if group.kind == "trainable" else None
+        self.memory = memory
+        self.registration = registration
+        self.writes: bool | None = None
+        self.looked_at: set[int] = set()
+        self.counts_writes = False
+        self.is_persistent = True
+        self.back: torch.Tensor | None = None
+        self.back_values: list[torch.Tensor] = []
+        self.complete: dict[int, int] = {}
+        self.additions = [0] * len(group.tensors)
+        self.leaves_early = True
+        # Of trained weights.
+        self.segments: tuple[Segment, ...] = ()
+        if memory is not None:
+            self.layout.move_in(memory, self.tensors, files)
+        # The engine writes through `.data`, which leaves the parameters' version counters to detect other writers.
+        self.values = [tensor.data for tensor in self.tensors]
+        self.seen = [tensor._version for tensor in self.tensors]
+        self.is_staged = not all(map(backend.is_pinned, self.host_tensors()))
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether no layer is expected to write these buffers: none was seen to, and they are no layer's state.
+
+        Persistent buffers are state, which a layer may begin to write at any time; others are computed from
+        something else, such as the frequencies of rotary positions.
+        """
+        return not self.is_persistent and not self.counts_writes and self.writes is False
+
+    @property
+    def passes_gradients_on(self) -> bool:
+        """Whether another block uses the memory of its gradients once a step has read them."""
+        return self.gradient is not None and self.gradient.place is not None
+
+    def __str__(self) -> str:
+        """Return the layers that use it, such as ``layer 3`` or ``layers 0, 27``."""
+        layers = sorted(self.users)
+        return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on a device."""
+        return self.layout.nbytes
+
+    def pieces(self, target: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs (slice of `target`, host tensor) that together copy the block; `target`: (numel,) on a device."""
+        if self.memory is not None:
+            yield target, self.memory
+            return
+        for span, value in zip(self.layout.spans, self.values, strict=True):
+            yield target[span.offset : span.offset + span.numel], value.view(-1)
+
+    def host_tensors(self) -> Sequence[torch.Tensor]:
+        """Return the host memory that `pieces` reads."""
+        return self.values if self.memory is None else (self.memory,)
+
+    def make_back(self, backend: Backend) -> None:
+        """Allocate the second block."""
+        self.back = backend.host_empty((self.layout.numel,), self.layout.dtype)
+        self.back_values = self.layout.storages(self.back)
+
+    def publish(self, backend: Backend, masters: Sequence[torch.Tensor]) -> None:
+        """Write the masters to the weights or swap in the second block; the caller holds the write turn."""
+        self.write(backend, masters)
+        self.swap()
+
+    def write(self, backend: Backend, masters: Sequence[torch.Tensor]) -> None:
+        """Write the masters that have changed to the second block or, without one, to the weights.
+
+        Masters of other machines are skipped. With a second block the caller needs no turn.
+        """
+        here = [i for i, master in enumerate(masters) if not master.is_meta]
+        stale = [i for i in here if self.complete.get(i) != masters[i]._version]
+        targets = self.values if self.back is None else self.back_values
+        written = self.host_tensors() if self.back is None else (self.back,)
+        backend.host_touch(write=written, what="publishing weights")
+        write_weights([masters[i] for i in stale], [targets[i] for i in stale])
+        for i in stale:
+            if is_split(master := masters[i]):
+                master.move_to(targets[i])
+        if self.back is not None:
+            self.complete.update((i, masters[i]._version) for i in stale)
+
+    def swap(self) -> None:
+        """Swap in the second block, if there is one; the caller holds the write turn."""
+        if self.back is not None:
+            self._change_places()
+
+    def gathered(self) -> list[tuple[int, torch.Tensor]]:
+        """Return the memory that `write` writes, in pieces (numel,), each with the rank of its owner."""
+        if self.back is not None or self.memory is not None:
+            memory = self.memory if self.back is None else self.back
+            assert memory is not None
+            return [(segment.owner, segment.of(memory)) for segment in self.segments]
+        return [
+            (segment.owner, self.values[index].view(-1))
+            for segment in self.segments
+            for index in segment.indices
+            if self.values[index].numel()
+        ]
+
+    def _change_places(self) -> None:
+        self.complete = {}
+        self.memory, self.back = self.back, self.memory
+        self.values, self.back_values = self.back_values, self.values
+        for tensor, old, new in zip(self.tensors, self.back_values, self.values, strict=True):
+            # A parameter that was moved to other memory, as by ``to(dtype)``, keeps that.
+            if tensor.data_ptr() == old.data_ptr():
+                tensor.data = new
+
+    def note_written(self, chosen: set[int]) -> None:
+        """Raise the version counters of the tensors with these ids, which graphs on the host may have saved."""
+        for index, tensor in enumerate(self.tensors):
+            if id(tensor) in chosen:
+                torch.autograd.graph.increment_version(tensor)
+                self.seen[index] += 1
+
+    def changed_outside(self) -> list[int]:
+        """Return the indices of the tensors that code outside the engine has written since the last such call."""
+        changed = [i for i, tensor in enumerate(self.tensors) if tensor._version != self.seen[i]]
+        for index in changed:
+            self.seen[index] = self.tensors[index]._version
+        return changed
+
+
+def in_turn(blocks: Iterable[Block]) -> list[Block]:
+    """Sort blocks in the order in which their gradients leave a task: from the last layer to the first.
+
+    Backward completes them in this order, and an optimizer waits for them in it (`rp_optim`). Blocks whose
+    gradient memory is passed on come before the others.
+    """
+    return sorted(blocks, key=lambda block: (not block.passes_gradients_on, -min(block.users)))

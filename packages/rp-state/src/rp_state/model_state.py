@@ -1,0 +1,401 @@
+"""A model's state on the host: its layers with their blocks, and the master weights."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from rp_transfer import Backend, Turns
+
+from rp_state.block import Block
+from rp_state.errors import Stale
+from rp_state.halves import TellsWhole, can_split, same_bits, tell_kept_whole
+from rp_state.health import Health
+from rp_state.layers import Foresee, PinMode, build_layers
+from rp_state.master import (
+    CONSUMED,
+    PENDING,
+    EngineMaster,
+    EngineSplitMaster,
+    is_in_optimizer,
+    is_split,
+    published,
+    refuse_reads,
+    watch_reads,
+    watch_whole,
+)
+from rp_state.modules.habits import Habits
+from rp_state.modules.signature import attributes, grad_flags, signature, training_flags, walk
+from rp_state.passed_memory import PassedMemory, sharing
+from rp_state.shards import Owners
+
+MasterKind = Literal["whole", "split"]
+
+
+class _MissingWarning:
+    """Returns the warning about a read of a missing gradient: once, if a step would have or had the gradient."""
+
+    def __init__(self, state: ModelState) -> None:
+        self._state = weakref.ref(state)
+        self._is_told = False
+
+    def __call__(self, *, is_under_way: bool) -> str | None:
+        state = self._state()
+        if self._is_told or state is None or (state.is_stepping and not is_under_way):
+            return None
+        launched = 0 if state.options.steps_in_backward else state.stepped_runs
+        if state.num_runs == launched and not is_under_way:
+            return None
+        if state.options.steps_in_backward and is_in_optimizer():
+            # An optimizer over several models reads the gradients of all of them in each model's step.
+            return None
+        self._is_told = True
+        return CONSUMED if state.options.steps_in_backward else PENDING
+
+
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """A model's options for its weights on the host, as passed to `RoundPipe`.
+
+    `optim_dtype`: the masters' dtype; None for the weights'. `double_buffer`: whether trained weights have second
+    blocks; None if the engine decides, before the first step. `master`: whether bf16 weights are the upper halves
+    of their masters. `steps_in_backward`: the optimizer steps during each training call, and layers pass their
+    gradients' memory on.
+    """
+
+    pin: PinMode = "alloc"
+    optim_dtype: torch.dtype | None = None
+    double_buffer: bool | None = None
+    master: MasterKind = "whole"
+    steps_in_backward: bool = False
+
+
+class ModelState:
+    """The host side of one model. The launcher changes it.
+
+    `version`: number of changes of the weights that a backward of an earlier forward must not see.
+    `unpublished`: the optimizer has a result that is not published yet. `habits`: what its layers were seen to
+    do. `num_runs`: number of launched runs that add gradients; `stepped_runs`: those of them whose gradients a
+    step takes or the user dropped. `health`: what failures have left of gradients, steps and weights.
+    `shards`: which machine owns which parameter. `is_stepping`: a step function is
+    running; only the optimizer's thread uses it. `is_part`: another model is stepped together with this one.
+    `is_inside`: a module's own forward calls this model, and sees what it does to its inputs. `double_buffer`:
+    whether trained weights have second blocks, from the options or decided later.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        backend: Backend,
+        modules: Sequence[torch.nn.Module],
+        options: HostOptions,
+        foresee: Foresee,
+        shards: Owners,
+    ) -> None:
+        self._name = name
+        self.options = options
+        self._tell_whole = TellsWhole(name)
+        self._is_told_whole = False
+        self.health = Health(name)
+        self.shards = shards
+        # A checksum of the trained parameters and their owners.
+        self.digest = 0
+        self.double_buffer = options.double_buffer
+        self.backend = backend
+        self.modules = tuple(modules)
+        self.version = 0
+        # The latest versions with what made them, in words.
+        self.changes: deque[tuple[int, str]] = deque(maxlen=64)
+        self.unpublished = False
+        self.habits = Habits()
+        self.masters: dict[torch.Tensor, torch.nn.Parameter] = {}
+        self.num_runs = 0
+        self.stepped_runs = 0
+        self._reads = _MissingWarning(self)
+        self.is_stepping = False
+        # Whether a step has used gradients that the step before it had used, and whether that was told.
+        self.reuses_gradients = False
+        self.is_reuse_told = False
+        self.is_part = False
+        self.is_inside = False
+        self.build(foresee)
+
+    @torch.inference_mode(False)
+    def build(self, foresee: Foresee, kept: Sequence[Block] = ()) -> None:
+        """Build all blocks but those `kept` from the current layers; nothing may be running."""
+        self.layers = build_layers(self.backend, self.modules, self.options.pin, foresee, kept)
+        self.blocks = tuple(dict.fromkeys(block for layer in self.layers for block in layer.blocks))
+        self.trainable = tuple(block for block in self.blocks if block.kind == "trainable")
+        self._divide(self.shards)
+        if self.options.steps_in_backward:
+            self._share_gradients()
+        self._places: dict[int, int] = {}
+        for block in kept:
+            self._note_places(block)
+        self._walked = walk(self.modules)
+        self.signature = signature(self._walked, self._places)
+        self._grad_flags = grad_flags(self._walked)
+        self.flags = training_flags(self._walked)
+        self.attributes = attributes(self._walked)
+
+    def _share_gradients(self) -> None:
+        for blocks in sharing(self.trainable):
+            place = PassedMemory(self.backend, blocks[0].layout)
+            for block in blocks:
+                assert block.gradient is not None
+                block.gradient.share(place)
+
+    def keep_apart(self, blocks: Iterable[Block]) -> None:
+        """Give these blocks separate gradient memory, since several tasks add to it; nothing may be running."""
+        for block in blocks:
+            if block.gradient is not None:
+                block.gradient.move_out()
+
+    def _divide(self, shards: Owners) -> None:
+        shards.assign([block.tensors for block in self.trainable])
+        for block in self.trainable:
+            block.segments = shards.segments(block.layout, block.tensors)
+        self.digest = zlib.crc32(
+            repr([(*block.users, *block.segments, block.layout) for block in self.trainable]).encode()
+        )
+
+    def changed(self) -> bool:
+        """Return whether modules, parameters or buffers have changed since `build`.
+
+        They were added, replaced or moved then. Also walks the modules, for `note_flags` and `note_attributes`.
+        """
+        self._walked = walk(self.modules)
+        return signature(self._walked, self._places) != self.signature
+
+    def frozen(self) -> list[tuple[Block, int]]:
+        """Return the parameters in trainable blocks that do not require grad now, each as block and index."""
+        return [
+            (block, index)
+            for block in self.trainable
+            for index, tensor in enumerate(block.tensors)
+            if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+        ]
+
+    def unfrozen(self) -> set[Block]:
+        """Return the blocks of other kinds that hold tensors which require grad now."""
+        return {
+            block
+            for block in self.blocks
+            if block.kind != "trainable" and any(tensor.requires_grad for tensor in block.tensors)
+        }
+
+    def written_outside(self) -> list[torch.Tensor]:
+        """Return the trainable parameters that code outside the engine has written since the last such call."""
+        return [block.tensors[index] for block in self.trainable for index in block.changed_outside()]
+
+    def moved_outside(self) -> list[torch.Tensor]:
+        """Return the trainable parameters that were moved to other memory since `build`."""
+        return [
+            tensor
+            for block in self.trainable
+            for tensor, value in zip(block.tensors, block.values, strict=True)
+            if tensor.data_ptr() != value.data_ptr()
+        ]
+
+    def rebuild(self, foresee: Foresee, kept: Sequence[Block] = ()) -> None:
+        """Build again, except for the blocks that are `kept`; keep the gradients of those still trained."""
+        held = {
+            tensor: block.gradient.view(index).clone()
+            for block in self.trainable
+            if block.gradient is not None and not self.options.steps_in_backward and block not in kept
+            for index, tensor in enumerate(block.tensors)
+            if index in block.gradient.written
+        }
+        trained = set(self.trainable_tensors())
+        self.build(foresee, kept)
+        self._move_halves(kept)
+        self._take_over_thawed(trained)
+        for block in self.trainable:
+            for index, tensor in enumerate(block.tensors):
+                if block.gradient is not None and tensor in held:
+                    block.gradient.put(index, held[tensor])
+
+    def _move_halves(self, kept: Sequence[Block]) -> None:
+        """Move upper halves from the old blocks into the new ones, or to separate memory where there is none."""
+        staying = {tensor for block in kept for tensor in block.tensors}
+        places = {
+            tensor: value
+            for block in self.trainable
+            for tensor, value in zip(block.tensors, block.values, strict=True)
+        }
+        for tensor, master in self.masters.items():
+            if is_split(master) and tensor not in staying:
+                upper, value = master.halves[0], places.get(tensor)
+                is_same = value is not None and can_split(value) and same_bits(upper, value)
+                master.move_to(value if is_same and value is not None else upper.clone())
+
+    def _take_over_thawed(self, trained: Set[torch.Tensor]) -> None:
+        """Set masters from weights that were written while frozen. `trained`: parameters that were not frozen."""
+        for block in self.trainable:
+            for tensor, value in zip(block.tensors, block.values, strict=True):
+                master = self.masters.get(tensor)
+                if master is None or master.is_meta or tensor in trained:
+                    continue
+                if not torch.equal(published(master, value.dtype).to(value.dtype), value):
+                    self.set_master(tensor)
+
+    def trainable_tensors(self) -> list[torch.Tensor]:
+        """Return all trainable parameters."""
+        return [tensor for block in self.trainable for tensor in block.tensors]
+
+    def lines(self) -> list[Turns]:
+        """Return the turns of all blocks and gradients."""
+        return [block.turns for block in self.blocks] + [
+            block.gradient.turns for block in self.trainable if block.gradient is not None
+        ]
+
+    def refuse_stale(self, version: int) -> None:
+        """Raise `Stale` if the weights are no longer those of `version`, which a forward has read."""
+        if version == self.version:
+            return
+        what = next((what for number, what in self.changes if number > version), "newer weights were published")
+        remedy = "call backward() before the next step, or use forward_backward()"
+        if "published" not in what:
+            remedy = "call backward() before that"
+        raise Stale(
+            f"model {self._name!r}: {what} since this forward, so its backward would mix two versions; {remedy}"
+        )
+
+    def note_changed(self, what: str) -> None:
+        """Refuse the backward of earlier forwards from now on. `what`: what was done, in words."""
+        self.version += 1
+        self.changes.append((self.version, what))
+
+    def note_flags(self) -> None:
+        """Record the layers' current training flags."""
+        flags = training_flags(self._walked)
+        if flags != self.flags:
+            self.flags = flags
+            self._forget_habits()
+
+    def note_attributes(self) -> bool:
+        """Record the modules' plain attributes, and which tensors require grad; return whether one has changed."""
+        current, flags = attributes(self._walked), grad_flags(self._walked)
+        same = (
+            flags == self._grad_flags
+            and len(current) == len(self.attributes)
+            and all(
+                name == old_name and value is old
+                for (name, value), (old_name, old) in zip(current, self.attributes, strict=True)
+            )
+        )
+        if not same:
+            self.attributes = current
+            self._grad_flags = flags
+            self._forget_habits()
+        return not same
+
+    def _forget_habits(self) -> None:
+        # In another mode a layer may draw random numbers and write buffers that it did not before.
+        self.habits = Habits()
+        for block in self.blocks:
+            block.writes = None
+            block.looked_at = set()
+
+    @torch.inference_mode(False)
+    def make_masters(self) -> None:
+        """Create a master, in the optimizer's dtype, for each trainable parameter that has none.
+
+        The master of another machine's parameter is on the meta device, without memory or values.
+        """
+        for block in self.trainable:
+            for parameter, value in zip(block.tensors, block.values, strict=True):
+                if parameter not in self.masters:
+                    self.masters[parameter] = self._master(parameter, value)
+        if self.options.master == "split" and not self._is_told_whole:
+            self._is_told_whole = True
+            tell_kept_whole(self._name, [value for block in self.trainable for value in block.values])
+
+    def _master(self, parameter: torch.Tensor, value: torch.Tensor) -> EngineMaster | EngineSplitMaster:
+        if self.options.master == "split" and can_split(value) and self._has_here(parameter):
+            master = EngineSplitMaster(value)
+            watch_whole(master, self._tell_whole)
+        else:
+            master = self._whole_master(parameter, value)
+        watch_reads(master, self._reads)
+        if self.shards.is_divided:
+            refuse_reads(master)
+        return master
+
+    def _has_here(self, parameter: torch.Tensor) -> bool:
+        """Return whether this machine has the parameter's master."""
+        return self.shards.owns(parameter)
+
+    def _whole_master(self, parameter: torch.Tensor, value: torch.Tensor) -> EngineMaster:
+        dtype = self.options.optim_dtype or parameter.dtype
+        return EngineMaster(
+            value.to(dtype, copy=True).contiguous()
+            if self._has_here(parameter)
+            else torch.empty(value.shape, dtype=dtype, device="meta")
+        )
+
+    def trains_halves(self) -> bool:
+        """Return whether any trained parameter has, or will get, a master in halves.
+
+        The same on all machines, even if one of them has made its masters whole.
+        """
+        return self.options.master == "split" and any(
+            is_split(self.masters[tensor])
+            if tensor in self.masters and not self.shards.is_divided
+            else can_split(value)
+            for block in self.trainable
+            for tensor, value in zip(block.tensors, block.values, strict=True)
+        )
+
+    def may_be_behind(self) -> bool:
+        """Return whether it may get second blocks, which masters in halves need if calls read older weights."""
+        has_memory = all(block.memory is not None for block in self.trainable)
+        return self.trains_halves() and self.double_buffer is not False and has_memory
+
+    def place_halves(self, *, behind: bool) -> None:
+        """Move upper halves, without their values, into the weights or, if `behind`, the second blocks."""
+        for block in self.trainable:
+            values = block.back_values if behind and block.back is not None else block.values
+            for tensor, value in zip(block.tensors, values, strict=True):
+                master = self.masters.get(tensor)
+                if master is not None and is_split(master):
+                    master.move_to(value)
+
+    def has_results_apart(self) -> bool:
+        """Return whether masters may be newer than weights; halves without second blocks share their memory."""
+        return not self.trains_halves() or all(block.back is not None for block in self.trainable)
+
+    def set_master(self, parameter: torch.Tensor) -> None:
+        """Set a parameter's master, if it has one, to its weight."""
+        if (master := self.masters.get(parameter)) is None:
+            return
+        weight = parameter.detach()
+        if is_split(master) and can_split(weight):
+            master.start_from(weight)
+        else:
+            with torch.no_grad():
+                master.copy_(weight)
+
+    @torch.inference_mode(False)
+    def make_backs(self) -> None:
+        """Create missing second blocks for trainable blocks, if `double_buffer`."""
+        # Masters in halves need none before the first asynchronous step.
+        assert self.double_buffer is not None or self.options.master == "split"
+        for block in self.trainable if self.double_buffer else ():
+            if block.memory is not None and block.back is None:
+                block.make_back(self.backend)
+                self._note_places(block)
+
+    def _note_places(self, block: Block) -> None:
+        if block.back is not None:
+            for value, back in zip(block.values, block.back_values, strict=True):
+                self._places[back.data_ptr()] = value.data_ptr()
+
+    def first_trainable(self) -> int:
+        """Return the lowest layer that is trained; the number of layers if none is."""
+        return next((layer.index for layer in self.layers if layer.trainable), len(self.layers))

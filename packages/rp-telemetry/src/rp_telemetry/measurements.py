@@ -1,0 +1,192 @@
+"""The measured rates of a runtime's devices, links and host: from a probe at first, then from calls and steps."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from rp_sched import Switch
+
+from rp_telemetry.transfer_times import Transfers
+
+# The number of latest samples that count. A plan follows a change after at most this many measured calls.
+RECENT = 8
+# Relative change of a rate below which plans are not remade.
+_NEWS = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Measured rates in 10^9 bytes a second; None where nothing was measured.
+
+    >>> Rates(up_gb_s=(50.0, 51.0)).is_near(Rates(up_gb_s=(50.0, 54.0)))
+    True
+
+    `up_gb_s`, `down_gb_s`: each device's link. `switches`: what links share when used at once. `memory_gb_s`: host
+    memory. `gil_ms_per_gb`: processor time of a porter. `add_gb_s`: arriving gradients that one porter adds.
+    `optimizer_gb_s`: traffic of steps.
+    """
+
+    up_gb_s: tuple[float | None, ...] = ()
+    down_gb_s: tuple[float | None, ...] = ()
+    switches: tuple[Switch, ...] = ()
+    memory_gb_s: float | None = None
+    gil_ms_per_gb: float | None = None
+    add_gb_s: float | None = None
+    optimizer_gb_s: float | None = None
+
+    def is_near(self, other: Rates) -> bool:
+        """Return whether no rate differs enough for plans to be remade."""
+        return self.switches == other.switches and all(
+            near(mine, theirs) for mine, theirs in zip(self._numbers(), other._numbers(), strict=True)
+        )
+
+    def _numbers(self) -> list[float | None]:
+        lists = (*self.up_gb_s, *self.down_gb_s)
+        return [*lists, self.memory_gb_s, self.gil_ms_per_gb, self.add_gb_s, self.optimizer_gb_s]
+
+
+def near(one: float | None, other: float | None) -> bool:
+    """Return whether two measurements of a quantity count as equal.
+
+    >>> near(10.0, 10.5), near(10.0, 12.0), near(None, 10.0), near(None, None)
+    (True, False, False, True)
+    """
+    if one is None or other is None:
+        return one is other
+    return abs(one - other) <= _NEWS * max(one, other)
+
+
+class Recent:
+    """The latest samples of a quantity. `pick`: computes the value from them.
+
+    >>> recent = Recent(max)
+    >>> for sample in (1.0, 5.0, 2.0):
+    ...     recent.add(sample)
+    >>> recent.value
+    5.0
+    """
+
+    def __init__(self, pick: Callable[[Iterable[float]], float]) -> None:
+        self._pick = pick
+        self._samples: deque[float] = deque(maxlen=RECENT)
+
+    def add(self, sample: float) -> None:
+        """Add a sample; the oldest of `RECENT` is dropped."""
+        self._samples.append(sample)
+
+    @property
+    def value(self) -> float | None:
+        """The value that `pick` returns; None without samples."""
+        return self._pick(self._samples) if self._samples else None
+
+
+class DeviceSpeeds:
+    """The relative speeds at which devices run the layers of one model.
+
+    >>> speeds = DeviceSpeeds()
+    >>> speeds.add({"cuda:0": {0: 1.0, 1: 2.0}, "cuda:1": {0: 3.0, 1: 6.0}})
+    >>> speeds.of(["cuda:0", "cuda:1"])
+    (2.0, 0.6666666666666666)
+    """
+
+    def __init__(self) -> None:
+        self._recent: dict[tuple[str, int], Recent] = {}
+        self._given: tuple[float, ...] | None = None
+
+    def add(self, times: Mapping[str, Mapping[int, float]]) -> None:
+        """Add the ms of layers in one launch, by device and layer."""
+        for device, by_layer in times.items():
+            for layer, ms in by_layer.items():
+                self._recent.setdefault((device, layer), Recent(median)).add(ms)
+
+    def of(self, devices: Sequence[str]) -> tuple[float, ...] | None:
+        """Return each device's speed, relative to the mean time; None if they are alike, or no layer ran on all.
+
+        Repeats the last result while the speeds have hardly changed.
+        """
+        layers = {layer for _, layer in self._recent}
+        shared = [layer for layer in layers if all((device, layer) in self._recent for device in devices)]
+        times = [sum(self._recent[device, layer].value or 0.0 for layer in shared) for device in devices]
+        if not all(times):
+            return None
+        speeds = tuple(fmean(times) / ms for ms in times)
+        if self._given is None or not all(map(near, speeds, self._given)):
+            self._given = None if near(min(times), max(times)) else speeds
+        return self._given
+
+
+class Measurements:
+    """Measurements of one runtime's devices, in their order, shared by its models.
+
+    For links, additions and the optimizer the fastest of the latest calls counts: in the others they also waited,
+    for causes that plans price separately. For the porters' processor time the median counts. Threads may add at
+    any time.
+    """
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self._devices = tuple(devices)
+        self._lock = threading.Lock()
+        self._up, self._down = ([Recent(max) for _ in devices] for _ in range(2))
+        self._carrying, self._adding, self._stepping = Recent(median), Recent(max), Recent(max)
+        self.is_probed = False
+        self._probed = Rates()
+        self._given = Rates()
+
+    def note_probe(self, probed: Rates) -> None:
+        """Add the rates that a probe measured; its link rates count as samples."""
+        self.is_probed, self._probed = True, probed
+        with self._lock:
+            for recents, rates in ((self._up, probed.up_gb_s), (self._down, probed.down_gb_s)):
+                # A probe that failed has no rates.
+                for recent, rate in zip(recents, rates, strict=False):
+                    if rate is not None:
+                        recent.add(rate)
+
+    def note_call(self, transfers: Transfers) -> None:
+        """Add the transfers of a finished launch."""
+        with self._lock:
+            for recents, moved in ((self._up, transfers.moved("up")), (self._down, transfers.moved("down"))):
+                for device, (nbytes, ms) in moved.items():
+                    _add(recents[self._devices.index(device)], nbytes, ms)
+            for nbytes, ms in transfers.moved("add").values():
+                _add(self._adding, nbytes, ms)
+            nbytes, ms = transfers.carried()
+            if nbytes:
+                self._carrying.add(ms / nbytes * 1e9)
+
+    def note_step(self, nbytes: float, seconds: float) -> None:
+        """Add an optimizer step that moved `nbytes` of host memory, as the planner counts them."""
+        with self._lock:
+            _add(self._stepping, nbytes, seconds * 1e3)
+
+    def rates(self) -> Rates:
+        """Return the latest rates; the same as last time while no rate has changed much."""
+        with self._lock:
+            rates = self._now()
+        if len(self._given.up_gb_s) == len(rates.up_gb_s) and rates.is_near(self._given):
+            return self._given
+        self._given = rates
+        return rates
+
+    def _now(self) -> Rates:
+        optimizer = self._stepping.value
+        known = [rate for rate in (self._probed.memory_gb_s, optimizer) if rate is not None]
+        return Rates(
+            up_gb_s=tuple(recent.value for recent in self._up),
+            down_gb_s=tuple(recent.value for recent in self._down),
+            switches=self._probed.switches,
+            # A rate that one user of host memory reaches, any other can reach, too.
+            memory_gb_s=None if self._probed.memory_gb_s is None else max(known),
+            gil_ms_per_gb=self._carrying.value,
+            add_gb_s=self._adding.value,
+            optimizer_gb_s=optimizer,
+        )
+
+
+def _add(recent: Recent, nbytes: float, ms: float) -> None:
+    if nbytes and ms > 0:
+        recent.add(nbytes / ms / 1e6)
