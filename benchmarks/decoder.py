@@ -45,6 +45,7 @@ SIZES = {
     "tiny": Size(4, 64, 192, 4, 2, 512, True, True, 1e6, head=16),
     "qwen3-1.7b": Size(28, 2048, 6144, 16, 8, 151936, True, True, 1e6),
     "qwen3-4b": Size(36, 2560, 9728, 32, 8, 151936, True, True, 1e6),
+    "qwen3-8b": Size(36, 4096, 12288, 32, 8, 151936, False, True, 1e6),
     "llama-3.1-8b": Size(32, 4096, 14336, 32, 8, 128256, False, False, 5e5),
 }
 

@@ -32,6 +32,7 @@ class Workload:
     master: str = "whole"
     step_in_backward: bool = False
     launch: Literal["eager", "graphs"] = "eager"
+    compute: Literal["bf16", "fp8"] = "bf16"
 
 
 Step = Callable[[Tensor], float]
@@ -66,7 +67,7 @@ def roundpipe_engine(workload: Workload, model: nn.Sequential) -> Engine:
 
     runtime = roundpipe.Runtime(workload.devices)
     config = roundpipe.RoundPipeRunConfig(num_microbatch=workload.microbatches, launch=workload.launch)
-    names = ("master", "step_in_backward")
+    names = ("master", "step_in_backward", "compute")
     options: dict[str, Any] = {"compile_layers": workload.compile} | {
         name: getattr(workload, name) for name in names
     }

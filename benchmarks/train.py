@@ -116,6 +116,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--step-in-backward", action="store_true", help="no step after it; roundpipe only")
     parser.add_argument("--launch", choices=["eager", "graphs"], default="eager", help="roundpipe only")
+    parser.add_argument("--compute", choices=["bf16", "fp8"], default="bf16", help="roundpipe only")
     parser.add_argument("--profile", default=None, metavar="FILE", help="trace of two more steps; roundpipe only")
     parser.add_argument("--cap-gb", type=float, default=None, help="device memory, in 10^9 bytes")
     parser.add_argument("--steps", type=int, default=10, help="steps that count")

@@ -213,14 +213,23 @@ def evaluated(steps: int, evaluations: int) -> set[int]:
 
 
 def engine_run(
-    workload: Workload, run: Run, runtime: roundpipe.Runtime, *, dtype: torch.dtype = torch.float32
+    workload: Workload,
+    run: Run,
+    runtime: roundpipe.Runtime,
+    *,
+    dtype: torch.dtype = torch.float32,
+    evaluates: bool = False,
+    **options: Any,
 ) -> tuple[Found, list[Tensor]]:
-    """The same run by the engine, with weights of this dtype under fp32 masters; with the masters at its end."""
+    """The same run by the engine, with weights of this dtype under fp32 masters; with the masters at its end.
+
+    `evaluates`: after the last step. `options`: how the model is wrapped.
+    """
     if run.variant.is_extrapolated:
         raise ValueError("the engine does not extrapolate weights; choose another variant")
     config = roundpipe.RoundPipeRunConfig(num_microbatch=1)
     layers = workload.make(run.seed).to(dtype)
-    model = roundpipe.RoundPipe(layers, torch.float32, model_run_config=config, runtime=runtime)
+    model = roundpipe.RoundPipe(layers, torch.float32, model_run_config=config, runtime=runtime, **options)
     masters = list(model.optim_parameters())
     make = torch.optim.AdamW if dtype == torch.float32 else roundpipe.optim.AdamW
     optimizer, found = make(groups_of(masters)), Found()
@@ -233,7 +242,20 @@ def engine_run(
         found.delays.append(model.weights_delay)
         found.step_seconds.append(time.perf_counter() - began)
     model.synchronize()
+    if evaluates:
+        found.held_out.append((run.steps, _held_out_loss(model.eval(), workload)))
     return found, [master.detach().clone() for master in masters]
+
+
+def _held_out_loss(model: roundpipe.RoundPipe, workload: Workload) -> float:
+    """In bfloat16, however the model was trained."""
+    config = roundpipe.RoundPipeRunConfig(compute="bf16")
+    batches = [tuple(tensor.cpu() for tensor in batch) for batch in workload.held_out()]
+    losses = [
+        model.loss((inputs,), label=labels, loss_fn=workload.loss, run_config=config).item()
+        for inputs, labels in batches
+    ]
+    return statistics.mean(losses)
 
 
 def step_seconds(workload: Workload, steps: int) -> dict[bool, float]:

@@ -48,7 +48,7 @@ from rp_engine.errors import (
 )
 from rp_engine.estimates import MemoryForecast
 from rp_errors import count_as_inside
-from rp_packing import KernelWarning, PackedWeight, lend, pack_frozen, unpack_frozen
+from rp_packing import Fp8, KernelWarning, PackedWeight, lend, pack_frozen, unpack_frozen
 
 from roundpipe import optim
 from roundpipe.garbage import ShortCollections
@@ -77,6 +77,7 @@ __all__ = [
     "CheckpointWarning",
     "DeviceMemoryWarning",
     "DifferentiatedTwice",
+    "Fp8",
     "GradScaler",
     "GradientsIncomplete",
     "HostMemoryShort",

@@ -13,13 +13,17 @@ from rp_engine.engine.aside import aside
 from rp_engine.execution.call import View
 from rp_engine.execution.effects.written import unwritten
 from rp_engine.execution.losses import check_losses
+from rp_engine.planning.computing import check_compute
+from rp_engine.settings.run_config import Compute
 
 __all__ = [
+    "Compute",
     "Entrance",
     "MasterKind",
     "PinMode",
     "View",
     "aside",
+    "check_compute",
     "check_losses",
     "entrance_of",
     "has_hooks",

@@ -1,4 +1,4 @@
-"""Frozen weights in few bits: the formats, the packed parameter, and functions that pack a model's weights."""
+"""Weights in few bits: frozen ones that are packed, with their formats, and products of linear layers in FP8."""
 
 from rp_packing.errors import KernelWarning
 from rp_packing.expansion import Expansions, PackedTwin
@@ -7,6 +7,9 @@ from rp_packing.formats.by_name import FORMATS, format_of
 from rp_packing.frozen import PackedBytes, pack_frozen, unpack_frozen
 from rp_packing.kernel.choice import refusal
 from rp_packing.layout import CodeLayout
+from rp_packing.products.layers import Fp8Choice, Fp8Linear, become, choose, codes_bytes
+from rp_packing.products.recipe import Fp8
+from rp_packing.products.scaled import refusal as fp8_refusal
 from rp_packing.services import Services, lend
 from rp_packing.weight import PackedWeight, as_parameter, expand, expansion_bytes, packed_weights
 
@@ -20,15 +23,22 @@ __all__ = [
     "CodeLayout",
     "Expansions",
     "Format",
+    "Fp8",
+    "Fp8Choice",
+    "Fp8Linear",
     "KernelWarning",
     "PackedBytes",
     "PackedTwin",
     "PackedWeight",
     "Services",
     "as_parameter",
+    "become",
+    "choose",
+    "codes_bytes",
     "expand",
     "expansion_bytes",
     "format_of",
+    "fp8_refusal",
     "lend",
     "pack_frozen",
     "packed_weights",

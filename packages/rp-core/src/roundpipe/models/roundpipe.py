@@ -38,8 +38,9 @@ from rp_engine import (
     StepDuring,
     WholeModel,
 )
-from rp_engine.wrapping import MasterKind, PinMode
+from rp_engine.wrapping import Compute, MasterKind, PinMode, check_compute
 from rp_generate import generated
+from rp_packing import Fp8
 from rp_sched import LayerCost, Mode
 from torch import nn
 
@@ -85,6 +86,9 @@ class RoundPipe(RoundPipeBase):
             asynchronous step on. Tensors that share memory with a
             parameter, such as those of a `state_dict()`, are then valid until the next step only: clone them to
             keep the values, get them again to read current ones.
+        compute: how linear layers multiply, unless settings say otherwise: ``"bf16"``, the default, or ``"fp8"``,
+            which is up to twice as fast on GPUs that have it, for one more rounding of each factor. An
+            `Fp8` says which products and which layers; docs/how-to/fp8.md says what it does to numbers.
 
     >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     >>> with Runtime("cpu:2") as runtime:
@@ -122,6 +126,7 @@ class RoundPipe(RoundPipeBase):
         double_buffer: bool | None = None,
         master: MasterKind = "whole",
         step_in_backward: bool = False,
+        compute: Compute | Fp8 | None = None,
     ) -> None:
         options = WrapOptions(
             optim_dtype=optim_dtype,
@@ -132,12 +137,14 @@ class RoundPipe(RoundPipeBase):
             double_buffer=double_buffer,
             master=master,
             step_in_backward=step_in_backward,
+            compute=compute,
         )
         _check_model(model)
         super().__init__(model, name, options.host.optim_dtype)
         self._own("_refused", {})
         self._own("model_run_config", options.run_config)
         self._own("runtime", options.devices())
+        self._check_compute(model)
         engine = Engine(
             self.name, partial(row_of, model), self.runtime, options.host, compile_layers=compile_layers
         )
@@ -145,6 +152,9 @@ class RoundPipe(RoundPipeBase):
         self._own("_splitter", CallSplitter(self.name, model, engine, self.runtime))
         self._own("_whole", WholeModel(self.name, [engine.host], self.runtime))
         self._keep_current(model)
+
+    def _check_compute(self, model: nn.Module) -> None:
+        check_compute(self.name, row_of(model), self.runtime, self.model_run_config.compute)
 
     _refused: dict[str, str]
     _splitter: CallSplitter

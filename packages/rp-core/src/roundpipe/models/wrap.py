@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from rp_engine import RoundPipeRunConfig, Runtime
 from rp_engine.estimates import HostMemoryCheck
-from rp_engine.wrapping import MasterKind, PinMode, register_lazy_hooks
+from rp_engine.wrapping import Compute, MasterKind, PinMode, check_compute, register_lazy_hooks
+from rp_packing import Fp8
 from rp_transfer import MappedFiles, group
 from torch import nn
 
@@ -44,6 +45,7 @@ def wrap_model_to_roundpipe(
     double_buffer: bool | None = None,
     master: MasterKind = "whole",
     step_in_backward: bool = False,
+    compute: Compute | Fp8 | None = None,
     adapter_dtype: torch.dtype | None = None,
 ) -> RoundPipe | AutoRoundPipe:
     """Wrap a model; a Hugging Face model with a preset becomes a sequence of layers that share its parameters.
@@ -57,7 +59,8 @@ def wrap_model_to_roundpipe(
         skip_modules: submodules that are left on the host.
         override_config: settings by submodule, over `model_run_config`.
         model_run_config, name, optim_dtype, pin_model, runtime, compile_layers, double_buffer: for `RoundPipe`.
-        master, step_in_backward: for `RoundPipe`. Parameters outside all wrapped submodules keep whole masters.
+        master, step_in_backward, compute: for `RoundPipe`. Parameters outside all wrapped submodules keep whole
+            masters.
         adapter_dtype: dtype in which the devices have the trained parameters of a PEFT model, which PEFT makes in
             fp32 whatever the base is; default: as they are. In bf16 their products are as fast as the base's. The
             optimizer's masters start from the unrounded values and are fp32, unless `optim_dtype` says otherwise,
@@ -96,6 +99,7 @@ def wrap_model_to_roundpipe(
         double_buffer=double_buffer,
         master=master,
         step_in_backward=step_in_backward,
+        compute=compute,
     )
     rules = Rules(
         lower_threshold, _upper(model, upper_threshold, options), skip_modules, _configs(override_config)
@@ -145,6 +149,8 @@ def _taken_apart(model: nn.Module, name: str, rules: Rules, options: WrapOptions
     splitter = Splitter(model, name, rules, options)
     if options.step_in_backward and splitter.wrapped:
         raise not_a_row(name)
+    if splitter.wrapped:
+        check_compute(name, splitter.wrapped, options.devices(), options.run_config.compute)
     _check_memory(splitter.wrapped, name, options)
     try:
         splitter.split()

@@ -46,6 +46,11 @@ class Entrance:
         else:
             vars(self._module)["forward"] = self._before
 
+    @property
+    def replaces_own(self) -> bool:
+        """Whether the module had the forward of its class before."""
+        return self._before is None
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _own_forward, (self._module, self._before)
 

@@ -26,6 +26,7 @@ from rp_state.modules.signature import has_hooks as is_hooked
 from rp_engine.device.compiling import Compiler
 from rp_engine.device.entrance import entrance_of
 from rp_engine.device.lazy_hooks import register_lazy_hooks
+from rp_engine.device.memory.fp8_twins import Fp8Products, Fp8Twins
 from rp_engine.device.memory.graph_store import GraphStore
 from rp_engine.device.parametrizing import cache_by_thread, parametrizes_in_forward
 from rp_engine.device.recompute import prepares
@@ -102,6 +103,7 @@ class Twins:
         self._packed: dict[int, PackedTwin] = {}
         self._packed_in: dict[int, list[PackedTwin]] = {}
         self.graphs = GraphStore()
+        self._fp8 = Fp8Twins()
 
     def ensure(self, indices: range) -> None:
         """Build the missing and the spoilt twins of these layers, on the thread that makes the call."""
@@ -118,6 +120,7 @@ class Twins:
                         # Some of the tensors are new.
                         self._memory.pop(block, None)
                     self._note_parts(index)
+                    self._fp8.note_rebuilt(index)
                     self._flags.pop(index, None)
                     self._spoilt.discard(index)
 
@@ -142,6 +145,11 @@ class Twins:
                 module.training = flag
             self._flags[index] = training
         return twin
+
+    def prepare_products(self, index: int, products: Fp8Products | None, *, for_backward: bool) -> None:
+        """Have the linear layers of a layer whose blocks are bound multiply so, `for_backward` in that, too."""
+        expanded = {id(one.parameter) for one in self._packed_in[index]}
+        self._fp8.prepare(index, self._modules[index], products, expanded, for_backward=for_backward)
 
     def is_packed(self, index: int) -> bool:
         """Return whether any of a layer's weights is packed."""
@@ -221,6 +229,7 @@ class Twins:
         if self._memory.get(block) is memory:
             return
         self._memory[block] = memory
+        self._fp8.note_moved(block.users)
         for tensor, view in zip(block.tensors, block.layout.views(memory), strict=True):
             self._tensors[id(tensor)].data = view
 
@@ -244,6 +253,11 @@ class Twins:
             twin.grad = None
         # Expanded weights may belong to this block.
         self.expansions.forget()
+        if block in self.graphs.fixed:
+            # Graphs know the codes by address, too.
+            self._fp8.note_moved(block.users)
+        else:
+            self._fp8.release(block.users)
 
     def release_from(self, block: Block, memory: torch.Tensor) -> None:
         """Release a block if its tensors are in this memory, and not in that of another call."""

@@ -16,6 +16,7 @@ from rp_telemetry.layer_times import LayerTimes
 from rp_telemetry.tracing import Tracer
 from rp_transfer import Event, Ticket
 
+from rp_engine.device.memory.fp8_twins import Fp8Products
 from rp_engine.device.memory.graph_store import FixedBlock
 from rp_engine.device.memory.kept_weights import Kept, NoneKept
 from rp_engine.device.replica import Twins, attach, detach
@@ -37,7 +38,8 @@ class OnDevice:
 
     `frozen`: the ids of parameters whose gradients are dropped. `may_outlive`: the model may be gone before the
     device has read its blocks, which are then kept until it has. `kept`: the blocks that stay there from call to
-    call; `call` and `version`: the call's number, and the version of the weights that it reads.
+    call; `call` and `version`: the call's number, and the version of the weights that it reads. `products`:
+    which linear layers multiply in FP8.
     """
 
     lane: Lane
@@ -48,6 +50,7 @@ class OnDevice:
     kept: Kept = NoneKept()  # noqa: RUF009 - it has no state
     call: int = 0
     version: int = 0
+    products: Fp8Products | None = None
 
 
 @dataclass(slots=True)
@@ -166,6 +169,7 @@ class Weights:
             self._point_at(block, self._in_fixed(block, memory))
             if block.kind == "trainable" and training:
                 self._trained.append(block)
+        self._twins.prepare_products(layer.index, self.on.products, for_backward=training)
 
     def _point_at(self, block: Block, memory: torch.Tensor) -> None:
         self._twins.bind(block, memory)

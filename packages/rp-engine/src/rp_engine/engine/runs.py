@@ -12,6 +12,7 @@ from rp_state.model_state import HostOptions
 from torch import nn
 
 from rp_engine.device.compiling import CompileOptions, Compiler
+from rp_engine.device.memory.fp8_twins import Fp8Products
 from rp_engine.device.packet import Packet
 from rp_engine.device.randomness import Randomness, draw_seed
 from rp_engine.device.replica import Twins
@@ -25,6 +26,7 @@ from rp_engine.execution.batch import Batch
 from rp_engine.execution.call import Aside, Call, LossFn, Streams
 from rp_engine.execution.run import Run
 from rp_engine.peers.call import Numbers
+from rp_engine.planning.computing import Computing
 from rp_engine.planning.planner import Planner
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.settings.run_config import RoundPipeRunConfig
@@ -55,6 +57,7 @@ class Runs:
         self._boundaries = Boundaries(self.host.state.layers)
         self._compiler = None if compile_options is None else Compiler(compile_options, len(runtime.lanes))
         self._twins = self._new_twins()
+        self._computing = self._new_computing()
 
     def start(
         self,
@@ -168,8 +171,15 @@ class Runs:
             habits=state.habits,
             compares=compares and randomness is not None,
             launch=config.launch or "eager",
+            products=self._products(config),
             first_microbatch=0 if numbers is None else numbers.first,
         )
+
+    def _products(self, config: RoundPipeRunConfig) -> Fp8Products | None:
+        found = self._computing.products(config.compute)
+        if found is not None:
+            self.planner.footprint.note_codes(self._computing.codes_bytes(found))
+        return found
 
     # Notices of changes on the host: see `Observer`
 
@@ -188,12 +198,17 @@ class Runs:
     def note_altered(self) -> None:
         """Replace the device copies of the layers."""
         self._twins = self._new_twins()
+        self._computing = self._new_computing()
 
     def note_rebuilt(self) -> None:
         """Replace the device copies of the layers, and discard plans made for the old layers."""
         self._twins = self._new_twins()
+        self._computing = self._new_computing()
         self.planner.forget()
         self._boundaries = Boundaries(self.host.state.layers)
+
+    def _new_computing(self) -> Computing:
+        return Computing(self._name, [layer.module for layer in self.host.state.layers], self._runtime)
 
     def _new_twins(self) -> list[Twins]:
         layers, compiler = self.host.state.layers, self._compiler

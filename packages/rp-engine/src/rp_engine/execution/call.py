@@ -14,6 +14,7 @@ from rp_state.model_state import ModelState
 from rp_state.modules.habits import Habits
 
 from rp_engine.context import stepping_in_backward
+from rp_engine.device.memory.fp8_twins import Fp8Products
 from rp_engine.device.memory.kept_weights import Kept, NoneKept
 from rp_engine.device.packet import Packet
 from rp_engine.device.randomness import Randomness
@@ -111,7 +112,8 @@ class Call:
     caller waits until the results are on the host. `first_microbatch`: the number of this machine's first one.
     `habits`: what layers were seen to do when the call was launched. `compares`: whether what layers recompute is
     compared with what forward gave, which `recomputed` tells when the call is over. `aside`: None for a call
-    of the user's. `launch`: see `RoundPipeRunConfig`. `number`: no other call of the process has it.
+    of the user's. `launch`: see `RoundPipeRunConfig`. `products`: which linear layers multiply in FP8.
+    `number`: no other call of the process has it.
     """
 
     name: str
@@ -133,6 +135,7 @@ class Call:
     compares: bool = False
     aside: Aside | None = None
     launch: Launch = "eager"
+    products: Fp8Products | None = None
     recomputed: list[Recomputed] = field(default_factory=list[Recomputed])
     losses_seen: LossesSeen = field(default_factory=LossesSeen)
     number: int = field(default_factory=_NUMBERS.__next__)

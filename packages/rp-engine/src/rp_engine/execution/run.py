@@ -221,6 +221,7 @@ class Run:
                 kept=self.call.kept(task.device),
                 call=self.call.number,
                 version=self.call.state.version,
+                products=self.call.products,
             )
             weights = Weights(on, turns, gradient_turns, spare_bytes=self.call.spare_bytes, times=times)
             place = Workplace(self.call, lane, self._runtime.backend, twins, self, self._tracer)

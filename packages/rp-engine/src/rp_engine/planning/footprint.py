@@ -51,6 +51,8 @@ class Footprint:
         self._guessed = [_guessed_bytes_per_row(layer) for layer in layers]
         # For each layer, kept bytes by rows, for the fewest and the most rows measured.
         self._measured: dict[int, dict[int, int]] = {}
+        # By layer, bytes of the codes of weights that are multiplied in FP8, from upload to release.
+        self._codes: dict[int, int] = {}
 
     @property
     def is_measured(self) -> bool:
@@ -59,10 +61,16 @@ class Footprint:
 
     def kept_bytes(self, layer: int, rows: int) -> int:
         """Return the bytes that a layer keeps for a backward; 0 if other layers were measured, but not it."""
-        ends = self._measured.get(layer)
-        if ends is not None:
-            return _on_line(ends, rows)
-        return 0 if self.is_measured else self._guessed[layer] * rows
+        codes = self._codes.get(layer, 0)
+        if (ends := self._measured.get(layer)) is not None:
+            return codes + _on_line(ends, rows)
+        return codes if self.is_measured else codes + self._guessed[layer] * rows
+
+    def note_codes(self, codes: Mapping[int, int]) -> None:
+        """Record the bytes of weights' codes by layer, which tasks with a backward have beside the weights."""
+        if codes != self._codes:
+            self._codes = dict(codes)
+            self.version += 1
 
     def working_at(self, rows: int) -> int:
         """Return the workspace for `rows`: on a line between measured ones; beyond the largest, in proportion.

@@ -8,11 +8,13 @@ from typing import Any, Literal, get_args
 
 import rp_sched
 import torch
+from rp_packing import Fp8
 
 from rp_engine.settings.execute_plan import ModelExecutePlan
 
 Grain = Literal["stage", "layer"]
 Launch = Literal["eager", "graphs"]
+Compute = Literal["bf16", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class RoundPipeRunConfig:
         launch: how a device is told what to compute: ``"eager"``, the default, by Python, operation by operation;
             ``"graphs"``: the inner microbatches of a task by CUDA graphs where its layers can be captured, see
             docs/performance.md. Numbers stay those of eager runs.
+        compute: how linear layers multiply: ``"bf16"``, the default, in the dtype of their weights; ``"fp8"``: in
+            8 bits where they can, see docs/how-to/fp8.md; an `Fp8` says which products and layers.
         execute_plan: a `ModelExecutePlan` or an `rp_sched.Plan`; default: planned automatically.
 
     >>> RoundPipeRunConfig(num_microbatch=8).over(RoundPipeRunConfig(recompute_grain="layer")).num_microbatch
@@ -52,6 +56,7 @@ class RoundPipeRunConfig:
     merge_output: Any = None
     execute_plan: rp_sched.Plan | ModelExecutePlan | None = None
     launch: Launch | None = None
+    compute: Compute | Fp8 | None = None
 
     def __post_init__(self) -> None:
         for name in ("requires_grad", "preserve_rng_state"):
@@ -59,6 +64,8 @@ class RoundPipeRunConfig:
         _check_type("execute_plan", self.execute_plan, rp_sched.Plan, ModelExecutePlan)
         _check_choice("recompute_grain", self.recompute_grain, get_args(Grain))
         _check_choice("launch", self.launch, get_args(Launch))
+        if not isinstance(self.compute, Fp8):
+            _check_choice("compute", self.compute, get_args(Compute))
         _check_microbatches(self.num_microbatch)
         if isinstance(self.output_device, str | int):
             object.__setattr__(self, "output_device", torch.device(self.output_device))

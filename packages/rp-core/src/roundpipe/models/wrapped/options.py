@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 import torch
 from rp_engine import HostOptions, RoundPipeRunConfig, Runtime, default_runtime
-from rp_engine.wrapping import MasterKind, PinMode
+from rp_engine.wrapping import Compute, MasterKind, PinMode
+from rp_packing import Fp8
 
 from roundpipe.models.wrapped.master_dtype import master_dtype
 
@@ -31,6 +32,7 @@ class WrapOptions:
     double_buffer: bool | None = None
     master: MasterKind = "whole"
     step_in_backward: bool = False
+    compute: Compute | Fp8 | None = None
 
     def __post_init__(self) -> None:
         if self.pin_model not in get_args(PinMode):
@@ -44,6 +46,7 @@ class WrapOptions:
         # Raise for what they cannot read.
         master_dtype(self.master, self.optim_dtype)
         given_config("model_run_config", self.model_run_config)
+        _ = self.run_config
 
     @property
     def host(self) -> HostOptions:
@@ -54,7 +57,7 @@ class WrapOptions:
     @property
     def run_config(self) -> RoundPipeRunConfig:
         """The settings of all calls."""
-        return self.model_run_config or RoundPipeRunConfig()
+        return (self.model_run_config or RoundPipeRunConfig()).over(RoundPipeRunConfig(compute=self.compute))
 
     def devices(self) -> Runtime:
         """Return the runtime that was given, or the one that all models share."""

@@ -171,7 +171,16 @@ class TaskGraphs:
         kind = self._trains, self._call.mode, self._call.randomness is None
         flags = self._call.flags[layers.start : layers.stop]
         signatures = tuple(map(_signature, leaves))
-        return layers, kind, flags, self._call.autocast, tuple(map(id, modules)), treedef, signatures
+        return (
+            layers,
+            kind,
+            flags,
+            self._call.products,
+            self._call.autocast,
+            tuple(map(id, modules)),
+            treedef,
+            signatures,
+        )
 
     def _modules(self, layers: range) -> tuple[torch.nn.Module, ...]:
         return tuple(self._twins.module(layer, self._call.flags[layer]) for layer in layers)

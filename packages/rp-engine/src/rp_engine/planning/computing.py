@@ -1,0 +1,89 @@
+"""Which linear layers of a model multiply in FP8, by what a call is told: found and checked once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from rp_packing import Fp8, choose, codes_bytes, fp8_refusal
+from torch import nn
+
+from rp_engine.device.entrance import entrance_of
+from rp_engine.device.memory.fp8_twins import Fp8Products
+from rp_engine.runtime.runtime import Runtime
+from rp_engine.settings.run_config import Compute
+
+_LOG = logging.getLogger(__name__)
+
+
+def check_compute(
+    name: str, modules: Iterable[nn.Module], runtime: Runtime, compute: Compute | Fp8 | None
+) -> None:
+    """Check that some layers, and the devices, can multiply as asked.
+
+    Raises `ValueError` if none, or one, cannot.
+    """
+    if (recipe := recipe_of(compute)) is None:
+        return
+    _check_devices(name, runtime)
+    choice = choose(list(modules), recipe, _has_own_forward)
+    if not choice.count:
+        raise ValueError(
+            "compute='fp8' needs linear layers of bfloat16 with multiples of 16 inputs and outputs, but model "
+            f"{name!r} has none ({choice}); convert the model to bfloat16, or leave it out"
+        )
+
+
+def recipe_of(compute: Compute | Fp8 | None) -> Fp8 | None:
+    """Return how to multiply in FP8, or None.
+
+    >>> recipe_of("bf16"), recipe_of("fp8") == Fp8()
+    (None, True)
+    """
+    if isinstance(compute, Fp8):
+        return compute
+    return Fp8() if compute == "fp8" else None
+
+
+def _check_devices(name: str, runtime: Runtime) -> None:
+    for lane in runtime.lanes:
+        if (reason := fp8_refusal(lane.device.torch_device)) is not None:
+            raise ValueError(f"compute='fp8' cannot be used for model {name!r}: {reason}")
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    entrance = entrance_of(module)
+    return "forward" in vars(module) and (entrance is None or not entrance.replaces_own)
+
+
+class Computing:
+    """The products of one model's layers, `modules`, for each of what calls are told."""
+
+    def __init__(self, name: str, modules: Sequence[nn.Module], runtime: Runtime) -> None:
+        self._name = name
+        self._modules = modules
+        self._runtime = runtime
+        self._found: dict[Fp8, Fp8Products] = {}
+
+    def products(self, compute: Compute | Fp8 | None) -> Fp8Products | None:
+        """Return which layers multiply in FP8; None: none are to. Raises `ValueError` if a device cannot."""
+        if (recipe := recipe_of(compute)) is None:
+            return None
+        if recipe not in self._found:
+            self._found[recipe] = self._made(recipe)
+        return self._found[recipe]
+
+    def _made(self, recipe: Fp8) -> Fp8Products:
+        _check_devices(self._name, self._runtime)
+        choice = choose(self._modules, recipe, _has_own_forward)
+        _LOG.log(logging.INFO if choice.count else logging.WARNING, "model %r: %s", self._name, choice)
+        return Fp8Products(recipe, choice)
+
+    def codes_bytes(self, products: Fp8Products) -> dict[int, int]:
+        """Return the device memory of each layer's codes in a task with a backward."""
+        return {
+            index: sum(
+                codes_bytes(module.get_parameter(f"{name}.weight".lstrip(".")), backward=True) for name in names
+            )
+            for index, (module, names) in enumerate(zip(self._modules, products.choice.chosen, strict=True))
+        }

@@ -1,0 +1,187 @@
+"""`compute="fp8"`: linear layers that multiply in FP8, however a call is cut, launched and compiled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from roundpipe import Fp8, RoundPipe, RoundPipeRunConfig, Runtime, pack_frozen, wrap_model_to_roundpipe
+from roundpipe.optim import SGD
+from rp_packing import Fp8Linear
+from rp_packing.products.linear import linear
+from rp_sched import Plan
+from torch import nn
+
+BLOCKS = 4
+LAYERS = BLOCKS + 2
+
+
+class Block(nn.Module):
+    """A norm and two linear layers beside a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with an adapter beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.lora_A, self.lora_B = nn.Linear(32, 16, bias=False), nn.Linear(16, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.lora_B(self.lora_A(x))
+
+
+def row(change: Callable[[nn.Sequential], object] | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(16, 32), *(Block() for _ in range(BLOCKS)), nn.Linear(32, 3))
+    if change is not None:
+        change(made)
+    return made.bfloat16()
+
+
+def adapt(model: nn.Sequential) -> None:
+    model.requires_grad_(False)
+    for block in list(model)[1:-1]:
+        block.up = Adapted(block.up)
+
+
+def pack(model: nn.Sequential) -> None:
+    adapt(model.bfloat16())
+    pack_frozen(model, "fp8")
+
+
+def squares(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (outputs.float() - labels).square().sum() / 24
+
+
+def trained(
+    devices: str, change: Callable[[nn.Sequential], object] | None = None, *, steps: int = 3, **config: Any
+) -> tuple[list[float], list[torch.Tensor]]:
+    options = {name: config.pop(name) for name in ("compute", "compile_layers") if name in config}
+    settings = RoundPipeRunConfig(num_microbatch=4, **config)
+    with Runtime(devices) as runtime:
+        model = RoundPipe(row(change), torch.float32, "m", settings, runtime=runtime, **options)
+        optimizer = SGD(model.optim_parameters(), lr=5e-2)
+        losses: list[float] = []
+        for step in range(steps):
+            inputs = torch.randn(24, 16, generator=torch.Generator().manual_seed(step))
+            loss = model.forward_backward((inputs.bfloat16(),), label=inputs[:, :3].sin(), loss_fn=squares)
+            model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+            losses.append(loss.item())
+        return losses, [one.detach().clone() for one in model.optim_parameters()]
+
+
+def apart(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    """The relative difference of two models' parameters."""
+    one, other = (torch.cat([each.flatten() for each in each_side]) for each_side in (some, others))
+    return ((one - other).norm() / other.norm()).item()
+
+
+@pytest.mark.parametrize("change", [None, adapt, pack], ids=["whole", "adapters", "packed"])
+def test_numbers_do_not_depend_on_devices_plans_or_graphs(
+    change: Callable[[nn.Sequential], object] | None,
+) -> None:
+    losses, masters = trained("cpu:1", change, compute="fp8")
+    plans = [Plan([range(3)], range(3, LAYERS), [range(3)]), Plan(fused=range(LAYERS))]
+    for found in (
+        trained("cpu:4", change, compute="fp8"),
+        *(trained("cpu:2", change, compute="fp8", execute_plan=plan) for plan in plans),
+        trained("cpu:2", change, compute="fp8", recompute_grain="layer", launch="graphs"),
+    ):
+        # After a step sums in other orders have changed bf16 weights, as without FP8.
+        assert found[0][0] == losses[0]
+        assert found[0] == pytest.approx(losses, rel=0.01)
+        assert apart(found[1], masters) < 2e-3
+    plain, weights = trained("cpu:1", change)
+    assert losses != plain
+    assert losses == pytest.approx(plain, rel=0.02)
+    assert 0 < apart(masters, weights) < 0.01
+
+
+def test_replays_have_the_bits_of_runs_by_python() -> None:
+    plain, replayed = (
+        trained("cpu:2", compute="fp8", steps=6, execute_plan=Plan(fused=range(LAYERS)), launch=launch)
+        for launch in ("eager", "graphs")
+    )
+    assert replayed[0] == plain[0]
+    assert apart(replayed[1], plain[1]) == 0.0
+
+
+def test_layers_are_told_and_a_call_may_say_otherwise(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(8, 16).bfloat16()
+    with Runtime("cpu:2") as runtime, caplog.at_level(logging.INFO, "rp_engine"):
+        model = RoundPipe(row(), name="m", runtime=runtime, compute=Fp8(skip_ends=1)).eval()
+        plain = RoundPipeRunConfig(compute="bf16")
+        with torch.no_grad():
+            found = [model(x), model(x, roundpipe_run_config=plain), model(x)]
+
+    told = "'m': 6 linear layers multiply in FP8; as before: 3 in the first or last layers; "
+    assert [record.getMessage() for record in caplog.records if told in record.getMessage()] != []
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], row().eval()(x))
+    assert not torch.equal(found[0], found[1])
+    assert not any(isinstance(one, Fp8Linear) for one in model.model.modules())
+
+
+def test_a_layers_gradients_are_those_of_its_products() -> None:
+    x = torch.randn(32, 16).bfloat16()
+    alone = nn.Linear(16, 32, bias=False).bfloat16()
+    truth = nn.Linear(16, 32, bias=False).bfloat16()
+    truth.load_state_dict(alone.state_dict())
+    linear(x, truth.weight).square().sum().backward()
+    with Runtime("cpu") as runtime:
+        model = RoundPipe(alone, torch.bfloat16, name="m", runtime=runtime, compute="fp8")
+        config = RoundPipeRunConfig(num_microbatch=1)
+        model.forward_backward((x,), label=x, loss_fn=lambda y, _: y.square().sum(), run_config=config)
+        (master,), seen = list(model.optim_parameters()), list[torch.Tensor]()
+        model.step(lambda: seen.append(master.grad.clone()), is_async=False)  # type: ignore[union-attr]
+    assert torch.equal(seen[0], truth.weight.grad)  # type: ignore[arg-type]
+
+
+def test_what_cannot_multiply_in_fp8_is_refused_when_it_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Runtime("cpu") as runtime:
+        for wrap in (RoundPipe, wrap_model_to_roundpipe):
+            with pytest.raises(ValueError, match=r"'m' has none .*of float32 rather than bfloat16"):
+                wrap(row().float(), name="m", runtime=runtime, compute="fp8")
+            with pytest.raises(ValueError, match="compute must be 'bf16' or 'fp8', but is 'fp4'"):
+                wrap(row(), name="m", runtime=runtime, compute="fp4")
+        monkeypatch.setattr("rp_engine.planning.computing.fp8_refusal", lambda _: "it is too old")
+        with pytest.raises(ValueError, match="cannot be used for model 'm': it is too old"):
+            RoundPipe(row(), name="m", runtime=runtime, compute="fp8")
+
+
+def test_parts_of_a_model_that_is_taken_apart_multiply_so() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.norm = nn.Linear(16, 64), nn.Linear(64, 16), nn.LayerNorm(16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.second(self.first(x).relu()))
+
+    net, x = Net().bfloat16().eval(), torch.randn(8, 16).bfloat16()
+    with Runtime("cpu") as runtime, torch.no_grad():
+        truth = net(x)
+        model = wrap_model_to_roundpipe(net, lower_threshold=0, name="m", runtime=runtime, compute="fp8")
+        found = model(x)
+    assert not torch.equal(found, truth)
+    assert ((found - truth).norm() / truth.norm()).item() < 0.1
+
+
+@pytest.mark.slow
+def test_compiled_layers_multiply_so() -> None:
+    losses, masters = trained("cpu:1", compute="fp8")
+    found = trained("cpu:2", compute="fp8", compile_layers=True)
+    assert found[0] == pytest.approx(losses, rel=0.02)
+    assert apart(found[1], masters) < 0.01
