@@ -1,7 +1,8 @@
 """Takes away one wait of the engine at a time and runs `waiting.py` on what is left; run as a program.
 
 Takes numbers, one a line, and answers how the run ended (``passed`` is bad news); -1 takes no wait away. The
-engine's own sources, and those of rp-machines, are copied, changed in the copy, and imported from there.
+engine's own sources, and those of rp-machines and rp-recompute, are copied, changed in the copy, and imported from
+there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ PACKAGES = HERE.parents[1] / "packages"
 COPIED = {
     "rp_engine": PACKAGES / "rp-engine/src/rp_engine",
     "rp_machines": PACKAGES / "rp-machines/src/rp_machines",
+    "rp_recompute": PACKAGES / "rp-recompute/src/rp_recompute",
 }
 # A run that has not ended by then hangs, as a forgotten wait may make it; without one it takes a few seconds.
 LIMIT_S = 120
@@ -170,12 +172,12 @@ WAITS = [
     Wait("optimizer/publication.py", "ticket.enter()", "publishing waits for those who read the old weights"),
     Wait("optimizer/updates.py", "wait_until(outcome.wait)", "what is asked between calls waits for steps"),
     Wait(
-        "device/randomness.py",
+        "rp_recompute/randomness.py",
         "self._changed.wait_for(lambda: not self._alone and not self._sharers)",
         "a layer that draws from the process's generator runs alone",
     ),
     Wait(
-        "device/randomness.py",
+        "rp_recompute/randomness.py",
         "self._changed.wait_for(lambda: not self._alone)",
         "a layer that does not is looked at while nobody draws",
     ),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from plain import assert_near, batch, gradients, square_error, twin, weights
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from roundpipe.optim import AdamW
-from rp_engine.device.randomness import draw_seed, mix
+from rp_recompute.randomness import draw_seed, mix
 from rp_sched import Plan
 from rp_state.model_state import MasterKind
 from torch import nn

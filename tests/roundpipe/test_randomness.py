@@ -15,8 +15,8 @@ from forking import Checkpointed, state_after_a_call, trained
 from lull import pause
 from plain import PATIENCE_S, PLAN_NAMES, assert_near, batch, gradients, plans, square_error, twin
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
-from rp_engine.device.randomness import Drawer, Randomness
 from rp_engine.errors import Busy
+from rp_recompute.randomness import Drawer, Randomness
 from rp_state.modules.habits import Habits
 from torch import nn
 

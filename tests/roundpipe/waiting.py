@@ -25,9 +25,9 @@ from paired import Meeting, on_both
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, save_checkpoint
 from roundpipe.optim import SGD
 from rp_engine.device import transfers
-from rp_engine.device.randomness import Drawer, Randomness
 from rp_engine.engine.capture import Captured
 from rp_engine.execution.stage import backpropagation
+from rp_recompute.randomness import Drawer, Randomness
 from rp_sched import Plan
 from rp_state.modules.habits import Habits
 from rp_transfer import Conveyor

@@ -99,6 +99,7 @@ def test_a_package_is_released_after_what_it_needs(clone):
     with pytest.raises(RELEASE.Refused, match=r"rp-core needs rp-batch, .* release rp-batch first"):
         RELEASE.release(clone, "rp-core", "0.2.0")
     above = (
+        "rp-recompute",
         "rp-state",
         "rp-telemetry",
         "rp-engine",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from rp_engine.device.randomness import draw_seed, mix
+from rp_recompute.randomness import draw_seed, mix
 from torch import nn
 
 from fuzzing.kinds.impure import Drawing, aux_losses

@@ -1,12 +1,12 @@
 """What whoever connects machines asks of the engine: the Protocol `Peers`, and what an implementation reads."""
 
+from rp_recompute.randomness import draw_seed
 from rp_state.block import Block
 from rp_state.master import is_split
 from rp_state.model_state import ModelState
 from rp_state.shards import Segment, Shards
 from rp_telemetry.tracing import GATHER, REDUCE, SILENT, Tracer
 
-from rp_engine.device.randomness import draw_seed
 from rp_engine.execution.losses import check_counts
 from rp_engine.peers.alone import ALONE, Alone
 from rp_engine.peers.call import CallBatch, CallShare, Facts, Numbers, Rows

@@ -22,6 +22,7 @@
 from __future__ import annotations
 
 from rp_errors import AloneOnly, Busy, RoundPipeError, TrainingWarning, add_note, class_name, in_words
+from rp_recompute.errors import ImpureLayer
 from rp_state.errors import GradientsIncomplete, Stale, StepFailed
 
 __all__ = [
@@ -59,10 +60,6 @@ class DifferentiatedTwice(RoundPipeError):
 
 class HostMemoryShort(RoundPipeError):
     """Host memory does not suffice; nothing was allocated. The message has the sum by kind and what would help."""
-
-
-class ImpureLayer(RoundPipeError):
-    """A layer changed more than its output and buffers, or gave another output from the same inputs and seeds."""
 
 
 class TrainsNothing(RoundPipeError):

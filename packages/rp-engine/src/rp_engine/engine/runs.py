@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from rp_errors import warn_user
+from rp_recompute.randomness import Randomness, draw_seed
 from rp_sched import Mode, Task
 from rp_state.model_state import HostOptions
 from torch import nn
@@ -14,7 +15,6 @@ from torch import nn
 from rp_engine.device.compiling import CompileOptions, Compiler
 from rp_engine.device.memory.fp8_twins import Fp8Products
 from rp_engine.device.packet import Packet
-from rp_engine.device.randomness import Randomness, draw_seed
 from rp_engine.device.replica import Twins
 from rp_engine.engine.host_parameters import HostParameters
 from rp_engine.engine.memory.boundaries import Boundaries

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from rp_recompute.randomness import Randomness
 from rp_sched import Mode, Task
 from rp_state.model_state import ModelState
 from rp_state.modules.habits import Habits
@@ -17,7 +18,6 @@ from rp_engine.context import stepping_in_backward
 from rp_engine.device.memory.fp8_twins import Fp8Products
 from rp_engine.device.memory.kept_weights import Kept, NoneKept
 from rp_engine.device.packet import Packet
-from rp_engine.device.randomness import Randomness
 from rp_engine.execution.losses import LossesSeen
 from rp_engine.settings.run_config import Grain, Launch
 

@@ -11,7 +11,7 @@ from typing import Any
 class Habits:
     """What was seen in the first runs of layers, loss function and `prepare`; replaced when layers change.
 
-    `not_drawing`: the drawers (see `rp_engine.device.randomness`) that were last seen to draw from none of the
+    `not_drawing`: the drawers (see `rp_recompute.randomness`) that were last seen to draw from none of the
     process's generators. `sources`: for each drawer that was looked at, the generators of Python and NumPy that it
     draws from. `examined`: how often each layer was examined for what leaves it beside its output, in calls
     without gradients (False) and with them (True). `writers`: drawers that write their input in place.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rp_recompute.randomness import Drawer
 from rp_sched import Task
 
-from rp_engine.device.randomness import Drawer
 from rp_engine.device.replica import has_hooks
 from rp_engine.execution.stage.workplace import Workplace
 

@@ -10,6 +10,9 @@ from typing import Any, cast
 
 import rp_batch
 import torch
+from rp_recompute.attributes import Attributes, ModuleCopy, attributes_of
+from rp_recompute.randomness import Drawer
+from rp_recompute.sketch import sketch
 from rp_sched import Task
 from rp_state.block import Block
 from rp_state.gradient import sum_dtype
@@ -18,11 +21,8 @@ from rp_transfer import GraphPool, NotCapturable, is_out_of_memory
 
 from rp_engine.device.activations import enter
 from rp_engine.device.memory.graph_store import Entry, FixedBlock
-from rp_engine.device.randomness import Drawer
 from rp_engine.device.weights import Weights
 from rp_engine.errors import ImpureLayer
-from rp_engine.execution.effects.attributes import Attributes, ModuleCopy, attributes_of
-from rp_engine.execution.effects.later import sketch
 from rp_engine.execution.lazy import is_lazy
 from rp_engine.execution.stage.activity import TaskActivity
 from rp_engine.execution.stage.graphable import Graphable, task_reason

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rp_recompute.randomness import Drawer
 from rp_sched import Task
 from rp_state.layers import LayerState
 from rp_telemetry.layer_times import LayerTimes
 from rp_telemetry.tracing import SILENT
 
-from rp_engine.device.randomness import Drawer
 from rp_engine.execution.call import Call, View
 from rp_engine.execution.effects.boundary import Boundary
 from rp_engine.execution.stage.workplace import Workplace

@@ -9,24 +9,24 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from rp_recompute.attributes import ModuleCopy
+from rp_recompute.copies import copied
+from rp_recompute.examination import Subject, examined
+from rp_recompute.precision import least_precise
+from rp_recompute.randomness import Drawer, unseeded
 from rp_sched import Task
 from rp_telemetry.layer_times import LayerTimes
 from rp_telemetry.tracing import NOTHING
 
 from rp_engine.context import RecomputeCtx
-from rp_engine.device.activations import PacketCopier
-from rp_engine.device.randomness import Drawer, unseeded
+from rp_engine.device.activations import PacketCopier, enter
 from rp_engine.device.recompute import Data, Memory
 from rp_engine.device.weights import Weights
 from rp_engine.errors import ImpureLayer
-from rp_engine.execution.effects.attributes import ModuleCopy
 from rp_engine.execution.effects.boundary import Boundary, Given
 from rp_engine.execution.effects.buffers import LayerBuffers
-from rp_engine.execution.effects.copies import copied
-from rp_engine.execution.effects.examination import Subject, examined
 from rp_engine.execution.effects.kinship import Kinship
 from rp_engine.execution.effects.later import LaterComparison
-from rp_engine.execution.effects.precision import least_precise
 from rp_engine.execution.lazy import computed
 from rp_engine.execution.shortage.slots import TaskSlots
 from rp_engine.execution.stage.activity import TaskActivity
@@ -169,7 +169,7 @@ class LayerRuns:
 
         buffers = self._buffers.values(layer)
         try:
-            output, is_done = examined(self._subject(layer, run.twin), run.call, first, rerun)
+            output, is_done = examined(self._subject(layer, run.twin), run.call, first, rerun, enter)
         except ImpureLayer:
             self._twins.spoil(layer)
             raise

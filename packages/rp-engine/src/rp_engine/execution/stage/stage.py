@@ -8,6 +8,7 @@ from typing import Any, assert_never
 
 import rp_batch
 import torch
+from rp_recompute.randomness import Drawer
 from rp_sched import Task, TaskKind
 from rp_telemetry.layer_times import LayerTimes
 from rp_telemetry.tracing import NOTHING
@@ -15,7 +16,6 @@ from rp_transfer import Event
 
 from rp_engine.device.activations import Arrived, Origins, PacketCopier, enter
 from rp_engine.device.packet import Slot, is_dense
-from rp_engine.device.randomness import Drawer
 from rp_engine.device.weights import Weights
 from rp_engine.execution.effects.kinship import Kinship
 from rp_engine.execution.losses import check_losses

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from rp_transfer import is_out_of_memory
 
-from rp_engine.errors import ImpureLayer
-from rp_engine.execution.effects.attributes import (
+from rp_recompute.attributes import (
     Attributes,
     ModuleCopy,
     attributes_of,
@@ -25,14 +24,15 @@ from rp_engine.execution.effects.attributes import (
     generators_among,
     with_graph,
 )
-from rp_engine.execution.effects.copies import changed, copied, entered
-from rp_engine.execution.effects.differences import (
+from rp_recompute.copies import Enter, changed, copied, entered, plain_enter
+from rp_recompute.differences import (
     Difference,
     beyond_noise,
     beyond_roundings,
     differences,
     largest,
 )
+from rp_recompute.errors import ImpureLayer
 
 _LOG = logging.getLogger(__name__)
 
@@ -76,11 +76,13 @@ class Subject:
     compares: bool
 
 
-def examined(subject: Subject, call: Any, first: Callable[[], Any], rerun: Rerun) -> tuple[Any, bool]:
+def examined(
+    subject: Subject, call: Any, first: Callable[[], Any], rerun: Rerun, enter: Enter = plain_enter
+) -> tuple[Any, bool]:
     """Run a layer's forward, then run it again to compare; return the output of the first run.
 
-    Also return whether the examination was completed: a device may have no memory for a second run. Raises
-    `ImpureLayer`.
+    Also return whether the examination was completed: a device may have no memory for a second run. `enter`: makes
+    graph-less tensors require grad, as forward was given them. Raises `ImpureLayer`.
     """
     before = attributes_of(subject.modules)
     copies = _if_it_fits(subject, lambda: copied(call))
@@ -92,7 +94,7 @@ def examined(subject: Subject, call: Any, first: Callable[[], Any], rerun: Rerun
         return output, True
     if copies is None:
         return output, False
-    arguments = lambda: entered(copied(copies[0]), call)  # noqa: E731
+    arguments = lambda: entered(copied(copies[0]), call, enter)  # noqa: E731
     is_done = _if_it_fits(subject, lambda: _compare(subject, output, arguments, rerun, left, after))
     return output, is_done is not None
 

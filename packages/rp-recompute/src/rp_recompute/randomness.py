@@ -15,14 +15,14 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cache, wraps
-from typing import Any, Literal, NamedTuple, TypeVar, assert_never
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, assert_never
 
 import torch
-from rp_state.modules.habits import Habits
+from rp_errors import Busy
 
-from rp_engine.device.generators.python import Look, Source, seeded, sources
-from rp_engine.errors import Busy
+from rp_recompute.generators import Look, Source, seeded, sources
 
 _Result = TypeVar("_Result")
 _MASK = (1 << 64) - 1
@@ -208,6 +208,30 @@ def _untraced(function: Callable[..., _Result], like: Callable[..., _Result]) ->
     return call
 
 
+class Habits(Protocol):
+    """What drawers were seen to do, shared by all calls of a model: `rp_state.Habits`, or `NewHabits`.
+
+    `not_drawing`: those that were last seen to draw from none of the process's generators. `sources`: for each
+    that was looked at, the generators of Python and NumPy that it draws from. `writers`: those that write their
+    input in place, so that they cannot be run twice. `drawing_on_device`: those that drew from a device's.
+    """
+
+    not_drawing: set[Any]
+    sources: dict[Any, tuple[Any, ...]]
+    writers: set[Any]
+    drawing_on_device: set[Any]
+
+
+@dataclass(slots=True)
+class NewHabits:
+    """`Habits` of which nothing was seen yet."""
+
+    not_drawing: set[Any] = field(default_factory=set[Any])
+    sources: dict[Any, tuple[Any, ...]] = field(default_factory=dict[Any, tuple[Any, ...]])
+    writers: set[Any] = field(default_factory=set[Any])
+    drawing_on_device: set[Any] = field(default_factory=set[Any])
+
+
 class Randomness:
     """The random numbers of one call, for the microbatches from `first` on. `seed`: the call's, from `draw_seed`.
 
@@ -358,7 +382,7 @@ class Randomness:
 
 def unseeded(generator: torch.Generator, body: Callable[[], _Result]) -> _Result:
     """Run what must not change any generator of the process in a call that does not seed them."""
-    return Randomness(0, 1, Habits()).forward(generator, Drawer("layer"), 0, body)
+    return Randomness(0, 1, NewHabits()).forward(generator, Drawer("layer"), 0, body)
 
 
 def _seeded(generator: torch.Generator, seed: int, body: Callable[[], _Result]) -> tuple[_Result, bool]:

@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from rp_engine.execution.call import Autocast
+
+class Autocast(Protocol):
+    """The autocast settings for one kind of device."""
+
+    @property
+    def device_type(self) -> str:
+        """Its kind, as torch names it."""
+        ...
+
+    @property
+    def enabled(self) -> bool:
+        """Whether autocast is on."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it casts to."""
+        ...
 
 
 def least_precise(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import rp_batch
 import torch
 
-from rp_engine.device.activations import enter
+# Makes leaves that require grad where the flags say so, over the same memory; returns them first.
+Enter = Callable[[Iterable[Any], Sequence[bool]], Sequence[Sequence[Any]]]
 
 
 def copied(tree: Any) -> Any:
@@ -35,7 +36,12 @@ def changed(tree: Any) -> Any:
     return _of_tensors(tree, _other)
 
 
-def entered(tree: Any, like: Any) -> Any:
+def plain_enter(leaves: Iterable[Any], grads: Sequence[bool]) -> tuple[list[Any]]:
+    """Return the leaves, requiring grad where the flags say so; a module must not write such leaves in place."""
+    return ([leaf.requires_grad_() if grad else leaf for leaf, grad in zip(leaves, grads, strict=True)],)
+
+
+def entered(tree: Any, like: Any, enter: Enter = plain_enter) -> Any:
     """The tree with graph-less tensors that require grad where those of `like` do; a layer may write them."""
     leaves, treedef = rp_batch.flatten(tree)
     models = rp_batch.flatten(like)[0]

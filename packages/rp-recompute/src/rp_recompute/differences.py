@@ -10,8 +10,6 @@ from typing import Any
 import rp_batch
 import torch
 
-from rp_engine.execution.lazy import is_lazy
-
 # A GPU's kernels add in changing orders, and the first run may use other kernels than later ones while libraries
 # choose. So runs may differ by some roundings in the least precise dtype, or by a multiple of what two later runs
 # differ by; but not by many roundings, nor by a part of the whole, since a layer that draws new numbers each time
@@ -23,6 +21,11 @@ _MOST_ROUNDINGS, _MOST = 1024, 0.125
 _INTEGERS = 0.01
 # Elements that are compared at once.
 _PIECE = 1 << 24
+
+
+def is_lazy(leaf: object) -> bool:
+    """Whether a leaf stands for a tensor that is computed when it is needed, by its method `materialize`."""
+    return type(leaf) is not torch.Tensor and isinstance(leaf, torch.Tensor) and hasattr(leaf, "materialize")
 
 
 @dataclass(frozen=True, slots=True)

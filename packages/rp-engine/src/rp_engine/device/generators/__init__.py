@@ -1,1 +1,0 @@
-"""The process's random generators beside torch's."""
