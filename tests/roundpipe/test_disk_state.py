@@ -37,15 +37,16 @@ def _made(optimizer: str, parameters: Any, **how: Any) -> torch.optim.Optimizer:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("with_", ["nothing", "clipping", "scaler"])
 @pytest.mark.parametrize("when", ["synchronous", "asynchronous", "in backward"])
-@pytest.mark.parametrize("master", ["whole", "split"])
+@pytest.mark.parametrize("master", ["whole", "split", "disk"])
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "muon"])
 def test_a_training_is_that_in_memory_to_the_last_bit(
     optimizer: str, kind: Any, master: Any, when: str, with_: str, tmp_path: Path
 ) -> None:
     disk = Disk(str(tmp_path), str(tmp_path), kind=kind, block_bytes=200, stripe_bytes=4096)
+    in_memory = "split" if master == "disk" else master
 
-    def train(**how: Any) -> dict[str, torch.Tensor]:
+    def train(master: Any = in_memory, **how: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(5)
         during = when == "in backward"
         with Runtime("cpu:2") as runtime:
@@ -90,28 +91,32 @@ def test_a_training_is_that_in_memory_to_the_last_bit(
                 f"master of {name}": one.detach().clone() for name, one in model.optim_named_parameters()
             }
 
-    assert equal(train(state=disk), train(state=kind))
+    assert equal(train(disk if master == "disk" else master, state=disk), train(state=kind))
 
 
+@pytest.mark.parametrize("masters", ["memory", "disk"])
 @pytest.mark.parametrize("kind", ["fp32", "8bit"])
-def test_a_training_resumes_from_disk_to_disk_and_to_memory(kind: Any, tmp_path: Path) -> None:
+def test_a_training_resumes_from_disk_to_disk_and_to_memory(kind: Any, masters: str, tmp_path: Path) -> None:
     disk = Disk(str(tmp_path), kind=kind, block_bytes=100, stripe_bytes=4096)
     on_disk = partial(optim.AdamW, state=disk)
+    there: dict[str, Any] = {"master": disk} if masters == "disk" else {}
+    here: dict[str, Any] = {"master": "split"} if masters == "disk" else {}
     with Runtime("cpu:2") as runtime:
-        own = job(runtime, optimizer=on_disk, dtype=torch.bfloat16)
+        own = job(runtime, optimizer=on_disk, dtype=torch.bfloat16, **there)
         own.train(0, 4)
         save_checkpoint(tmp_path / "c", own.model, own.optimizer, step=4, **own.parts).wait()
         wanted, weights = own.train(4, 7), own.weights()
-    for made in (on_disk, partial(optim.AdamW, state=kind)):
+    for made, how in ((on_disk, there), (partial(optim.AdamW, state=kind), here)):
         with Runtime("cpu:1") as runtime:
-            other = job(runtime, layers=with_dropout(5), optimizer=made, dtype=torch.bfloat16)
+            other = job(runtime, layers=with_dropout(5), optimizer=made, dtype=torch.bfloat16, **how)
             assert load_checkpoint(tmp_path / "c", other.model, other.optimizer, **other.parts).notes == ()
             assert other.train(4, 7) == wanted
             assert equal(other.weights(), weights)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_a_model_whose_disk_failed_trains_on_from_its_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("masters", ["memory", "disk"])
+def test_a_model_whose_disk_failed_trains_on_from_its_checkpoint(masters: str, tmp_path: Path) -> None:
     broken = False
 
     def write(descriptor: int, memory: memoryview, offset: int) -> int:
@@ -121,7 +126,9 @@ def test_a_model_whose_disk_failed_trains_on_from_its_checkpoint(tmp_path: Path)
 
     disk = Disk(str(tmp_path), block_bytes=1, system=replace(SYSTEM, write=write))
     with Runtime("cpu:2") as runtime:
-        own = job(runtime, optimizer=partial(optim.AdamW, state=disk), is_async=False)
+        on_disk: dict[str, Any] = {"master": disk, "dtype": torch.bfloat16}
+        how = on_disk if masters == "disk" else {}
+        own = job(runtime, optimizer=partial(optim.AdamW, state=disk), is_async=False, **how)
         own.train(0, 2)
         save_checkpoint(tmp_path / "c", own.model, own.optimizer, step=2, **own.parts).wait()
         wanted = own.train(2, 4)

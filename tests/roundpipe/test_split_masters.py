@@ -92,7 +92,7 @@ def same(found: Any, wanted: Any) -> bool:
 def are_rounded(model: RoundPipe) -> bool:
     """Whether the weights are the masters' upper halves, in the same memory."""
     pairs = zip(model.optim_parameters(), model.model.parameters(), strict=True)
-    return all(master.halves[0].data_ptr() == weight.data_ptr() for master, weight in pairs)
+    return all(master.upper.data_ptr() == weight.data_ptr() for master, weight in pairs)
 
 
 # Numbers
@@ -208,7 +208,7 @@ def test_a_trained_model_takes_so_many_bytes_a_parameter(
         # Adam's fp32 state was assumed, and no second block yet that nobody has asked for.
         assert foreseen.total == (16 if double_buffer else 14) * numel
         # What is counted is what there is.
-        real = [one.halves[1] for one in model.optim_parameters()]
+        real = [one.rest.values for one in model.optim_parameters()]
         assert sum(rest.untyped_storage().nbytes() for rest in real) == report.masters_bytes == 2 * numel
 
 
@@ -242,7 +242,7 @@ def test_a_failed_step_in_place_tears_the_weights_and_says_so_until_a_state_is_l
             do()
     model.load_state_dict(saved)
     assert same(list(weights(model.model).values()), list(saved.values()))
-    assert all(not one.halves[1].any() for one in model.optim_parameters())
+    assert all(not one.rest.values.any() for one in model.optim_parameters())
     train(model, optimizer, is_async=False, turns=2)
     assert are_rounded(model)
 
@@ -639,7 +639,7 @@ def test_synchronous_steps_go_on_where_second_blocks_for_an_asynchronous_one_did
 
 
 def test_other_masters_are_refused(two: Runtime) -> None:
-    with pytest.raises(ValueError, match="must be 'whole' or 'split', but is 'halved'"):
+    with pytest.raises(ValueError, match=r"must be 'whole', 'split', 'disk:DIR.* but is 'halved'"):
         wrapped(two, master="halved")
     with pytest.raises(ValueError, match=r"optim_dtype is torch\.bfloat16"):
         RoundPipe(mlp().bfloat16(), torch.bfloat16, runtime=two, master="split")

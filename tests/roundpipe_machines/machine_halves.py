@@ -60,9 +60,7 @@ class Training:
         pairs = zip(self.model.optim_parameters(), self.layers.parameters(), strict=True)
         own = [(master, weight) for master, weight in pairs if not master.is_meta]
         return all(
-            isinstance(master, SplitMaster)
-            and master.is_split
-            and master.halves[0].data_ptr() == weight.data_ptr()
+            isinstance(master, SplitMaster) and master.is_split and master.upper.data_ptr() == weight.data_ptr()
             for master, weight in own
         )
 

@@ -394,6 +394,9 @@ def test_state_on_disk_is_proposed_counted_and_told(config: Write, capsys: pytes
     there = found(capsys, *machine, *disk)
     said = told(capsys, *machine, *disk)
     full = told(capsys, *machine, "--disk", "1GB")
+    halves = found(capsys, *machine, *disk, "--master", "split")
+    masters = found(capsys, *machine, *disk, "--master", "disk")
+    refused = main(["plan", *machine, "--master", "disk"])
 
     assert "--disk 1TB" in options
     # The blocks of the largest weight, the embedding, and as many bytes again.
@@ -411,6 +414,13 @@ def test_state_on_disk_is_proposed_counted_and_told(config: Write, capsys: pytes
     assert "days of its rated 1200 TB" in said
     assert "bound by  the disk" in said
     assert "DOES NOT FIT: the disk is short by" in full
+    trained = there["model"]["trained_parameters"]
+    assert masters["disk"]["written_bytes_a_step"] == pytest.approx(10 * trained, rel=0.01)
+    # The blocks of the embedding's halves, and as many bytes again.
+    assert halves["host_bytes"]["masters"] == 2 * trained
+    assert masters["host_bytes"]["masters"] == pytest.approx(2 * 2 * 1024 * 151936, rel=0.01)
+    assert refused == 2
+    assert "name it with --disk" in capsys.readouterr().err
 
 
 def test_masters_in_halves_are_proposed_counted_and_told(

@@ -129,11 +129,13 @@ def test_state_on_disk_gives_the_same_losses_and_its_wear_is_told(
     disk = ["--disk", f"{working},{tmp_path}", "--disk-tbw", "600"]
 
     given = ["train", "--data", str(text), "--output", str(folder), "--steps", str(STEPS), *SIZES]
-    assert main([*given, *disk]) == 0
+    assert main([*given, *disk, "--master", "disk"]) == 0
     told = capsys.readouterr().out
+    assert main(["train", *SIZES, "--master", "disk"]) == 2
+    assert "--master disk keeps halves of masters on a disk: name it with --disk" in capsys.readouterr().err
     assert main(["train", *SIZES, "--disk", str(tmp_path / "missing")]) == 2
 
-    assert "of optimizer state, read at " in told
+    assert "of optimizer state and masters, read at " in told
     assert "days of its rated 600 TB" in told
     assert "make it first" in capsys.readouterr().err
     assert list(working.iterdir()) == []

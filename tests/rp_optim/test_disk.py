@@ -33,6 +33,7 @@ from rp_optim import (
     InvalidParameter,
     Lion,
     Muon,
+    Remainders,
     SplitMaster,
     TornState,
     disk_rates,
@@ -63,11 +64,13 @@ def _groups(params: Sequence[torch.nn.Parameter]) -> list[dict[str, Any]]:
     ]
 
 
-def _parameters(shapes: Sequence[tuple[int, ...]], *, halves: bool = False) -> list[torch.nn.Parameter]:
+def _parameters(
+    shapes: Sequence[tuple[int, ...]], *, halves: bool = False, remainders: Remainders | None = None
+) -> list[torch.nn.Parameter]:
     torch.manual_seed(1)
     values = [torch.randn(shape) for shape in shapes]
     if halves:
-        return [SplitMaster(value.bfloat16()) for value in values]
+        return [SplitMaster(value.bfloat16(), remainders=remainders) for value in values]
     return [torch.nn.Parameter(value) for value in values]
 
 
@@ -103,7 +106,8 @@ def test_state_on_disk_is_that_in_memory_to_the_last_bit(
     name: str, kind: Any, halves: bool, tmp_path: Path
 ) -> None:
     make, disk = OPTIMIZERS[name], Disk(str(tmp_path), kind=kind, block_bytes=3000, stripe_bytes=4096)
-    in_memory, on_disk = _parameters(SHAPES, halves=halves), _parameters(SHAPES, halves=halves)
+    in_memory = _parameters(SHAPES, halves=halves)
+    on_disk = _parameters(SHAPES, halves=halves, remainders=Remainders(disk) if halves else None)
     one, other = make(in_memory, state=kind), make(on_disk, state=disk)
 
     _train(one, range(3))

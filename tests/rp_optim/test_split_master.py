@@ -114,7 +114,7 @@ def step_both(
             assert same(master.joined(), other)
         assert all(map(same, states(first, masters), states(second, whole)))
         for master, target in zip(masters, targets, strict=True):
-            assert master.halves[0].data_ptr() == target.data_ptr()
+            assert master.upper.data_ptr() == target.data_ptr()
         if second_block:
             assert all(map(same, published, before))
         published = targets
@@ -188,7 +188,7 @@ def test_reading_its_values_makes_it_whole(read: Any, reader: str) -> None:
     assert master.readers == [reader]
     assert torch.equal(master, wanted)
     with pytest.raises(rp_optim.InvalidLink, match="made whole"):
-        _ = master.halves
+        _ = master.upper
 
 
 def test_what_needs_no_values_leaves_it_in_halves() -> None:
@@ -228,7 +228,7 @@ def test_torchs_optimizers_make_it_whole_and_its_weight_is_rounded_alike(
     rp_optim.write_weights(masters, rounded)
     for one, values in zip(split, whole, strict=True):
         one.write(0, values.detach().view(-1))
-    assert all(torch.equal(one, other.halves[0]) for one, other in zip(rounded, split, strict=True))
+    assert all(torch.equal(one, other.upper) for one, other in zip(rounded, split, strict=True))
     # From here on a step of ours goes on with whole ones, and writes the same weights.
     for owned, out in ((masters, rounded), (split, None)):
         optimizer = rp_optim.SGD(owned, lr=1e-3)
@@ -237,7 +237,7 @@ def test_torchs_optimizers_make_it_whole_and_its_weight_is_rounded_alike(
             rp_optim.link(one, lambda grad=grad: grad, lambda weight=weight: weight)
         optimizer.step()
     assert all(same(one, other.joined()) for one, other in zip(masters, split, strict=True))
-    assert all(torch.equal(one, other.halves[0]) for one, other in zip(rounded, split, strict=True))
+    assert all(torch.equal(one, other.upper) for one, other in zip(rounded, split, strict=True))
 
 
 def test_ties_of_whole_ones_go_away_from_zero_and_those_of_other_masters_to_even() -> None:
@@ -266,7 +266,7 @@ def test_writing_pieces_and_starting_from_a_weight() -> None:
     master.start_from(weight)
     assert torch.equal(master.joined(), torch.ones(10, 100))
     assert master._version > version
-    assert master.halves[0].data_ptr() == weight.data_ptr()
+    assert master.upper.data_ptr() == weight.data_ptr()
 
 
 def test_it_is_saved_as_a_parameter_and_copied_whole() -> None:

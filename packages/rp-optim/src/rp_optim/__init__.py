@@ -16,6 +16,7 @@ from rp_optim.errors import (
     TornState,
     WrongThread,
 )
+from rp_optim.halves.remainders import Remainders
 from rp_optim.halves.split_master import SplitMaster
 from rp_optim.kernels.accumulate import add_to_pair
 from rp_optim.kernels.kernel import available_kernels, kernel_in_use, use_kernel
@@ -63,6 +64,7 @@ __all__ = [
     "OptimError",
     "OptimizerThread",
     "Ready",
+    "Remainders",
     "ScalerMisuse",
     "SplitMaster",
     "TornState",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -12,6 +12,7 @@ from rp_optim.arrival import by_arrival
 from rp_optim.checks import check_counter, check_memory, check_option_flags, check_state, is_plain, resolved
 from rp_optim.errors import InvalidParameter
 from rp_optim.gradients import Gradient, gradient_of
+from rp_optim.halves.remainders import InMemory, Remainder, begin_step, by_block, reached
 from rp_optim.halves.split_master import halves_of, is_split_master
 from rp_optim.kernels.kept import (
     check_can_be_small,
@@ -25,6 +26,7 @@ from rp_optim.kernels.kept import (
 from rp_optim.kernels.packed import Noise, StateKind
 from rp_optim.kernels.updates import Small, Spot
 from rp_optim.masters import is_elsewhere, link_of
+from rp_optim.places.counters import count_steps, counter_dtype, nbytes_of_state
 from rp_optim.places.loading import hidden, reveal
 from rp_optim.places.on_disk import StateOption, read_option
 from rp_optim.places.place import IN_MEMORY, Outline, StatePlace
@@ -34,9 +36,6 @@ from rp_optim.worker import wait_for_steps
 Group = dict[str, Any]
 State = dict[str, Any]
 Member = tuple[Group, torch.Tensor]
-
-# From here on, adding one in fp32 does not change the number.
-_FP32_COUNT_LIMIT = 1 << 24
 
 # Elements that one kernel call updates. With a call per parameter, waking the threads took a third of a step on
 # sixteen cores. Much larger pieces would delay the first weights of a step.
@@ -50,6 +49,10 @@ class Taken:
     group: Group
     parameter: torch.Tensor
     spot: Spot
+
+    def with_rest(self, rest: torch.Tensor | None) -> Taken:
+        """Return the same with a remainder that came from disk; None: there is none, or it is in memory."""
+        return self if rest is None else replace(self, spot=replace(self.spot, rest=rest))
 
 
 class HostOptimizer(torch.optim.Optimizer):
@@ -179,12 +182,21 @@ class HostOptimizer(torch.optim.Optimizer):
         for member in members:
             self._check_member(*member)
         self._place.begin_step(self.state, self._outlines)
+        begin_step(_rest_of(parameter) for _, parameter in members)
         for arrived in by_arrival(members, lambda member: member[1]):
             for some in _cut([taken for member in arrived if (taken := _take(*member)) is not None]):
                 for part in self._place.parts(some, _parameter_of):
-                    with self._place.reach(self.state, [each.parameter for each in part]):
-                        self._update_some(part)
+                    for near in by_block(part, _rest_of_taken):
+                        self._update_near(near)
         return loss
+
+    def _update_near(self, taken: Sequence[Taken]) -> None:
+        """Update parameters whose state and remainders can be in memory together."""
+        with (
+            self._place.reach(self.state, [each.parameter for each in taken]),
+            reached([_rest_of_taken(each) for each in taken]) as rests,
+        ):
+            self._update_some([each.with_rest(rest) for each, rest in zip(taken, rests, strict=True)])
 
     def _check_member(self, group: Group, parameter: torch.Tensor) -> None:
         link = link_of(parameter)
@@ -215,7 +227,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def _counter_bytes(self, member: Member) -> int:
         counts = self._counts(member[0]) or (self._kind != "fp32" and bool(self._state_shapes(*member)))
-        return _counter_dtype().itemsize if counts else 0
+        return counter_dtype().itemsize if counts else 0
 
     def _outlines(self) -> dict[torch.Tensor, Outline]:
         """Return the tensors that each parameter's state has once it is stepped, except "step"."""
@@ -283,6 +295,15 @@ def _parameter_of(taken: Taken) -> torch.Tensor:
     return taken.parameter
 
 
+def _rest_of_taken(taken: Taken) -> Remainder | None:
+    return _rest_of(taken.parameter)
+
+
+def _rest_of(parameter: torch.Tensor) -> Remainder | None:
+    halves = halves_of(parameter)
+    return None if halves is None else halves[1]
+
+
 def _cut(taken: Iterable[Taken]) -> Iterator[list[Taken]]:
     """Split into lists of about `_CALL_ELEMENTS` elements, none with a parameter twice."""
     piece: dict[int, Taken] = {}
@@ -331,7 +352,8 @@ def _spot(parameter: torch.Tensor, gradient: Gradient, weight: torch.Tensor | No
     if halves is None:
         return Spot(parameter, gradient.tensor, weight, factor, gradient.more, None, is_split_master(parameter))
     upper, rest = halves
-    return Spot(upper, gradient.tensor, _target(weight, upper), factor, gradient.more, rest)
+    here = rest.values if isinstance(rest, InMemory) else None
+    return Spot(upper, gradient.tensor, _target(weight, upper), factor, gradient.more, here)
 
 
 def _target(weight: torch.Tensor | None, upper: torch.Tensor) -> torch.Tensor:
@@ -355,46 +377,3 @@ def state_tensor(state: State, name: str, parameter: torch.Tensor) -> torch.Tens
     # The state may have been loaded from an optimizer whose parameter had other strides or another dtype.
     state[name] = resolved(tensor.to(parameter.dtype)).contiguous()
     return state[name]
-
-
-def nbytes_of_state(state: State) -> int:
-    """Return the bytes of the tensors in one parameter's state.
-
-    >>> nbytes_of_state({"step": torch.zeros(()), "exp_avg": torch.zeros(3), "other": None})
-    16
-    """
-    return sum(value.nbytes for value in list(state.values()) if isinstance(value, torch.Tensor))
-
-
-def _counter_dtype() -> torch.dtype:
-    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-
-
-def count_steps(states: Sequence[State]) -> list[int]:
-    """Increment the tensor "step" in each state; return the new numbers, which count from 1.
-
-    From 2^24 on the tensor is fp64. In fp32 the number would stop growing, and the noise that rounds small state
-    would repeat.
-    """
-    for state in states:
-        if state.get("step") is None:
-            state["step"] = torch.zeros((), dtype=_counter_dtype(), device="cpu")
-    steps: list[torch.Tensor] = [state["step"] for state in states]
-    if not steps:
-        return []
-    numbers = _incremented(steps)
-    for state, number in zip(states, numbers, strict=True):
-        if number >= _FP32_COUNT_LIMIT and state["step"].dtype == torch.float32:
-            state["step"] = state["step"].double()
-    return numbers
-
-
-def _incremented(steps: list[torch.Tensor]) -> list[int]:
-    if len(set(map(id, steps))) < len(steps):
-        # Several states were loaded with one shared tensor: each of them increments it.
-        return [int(step.add_(1)) for step in steps]
-    # One call for all: an operation per state would release the GIL each time.
-    torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] - torch's own optimizers use it
-    if len({(step.dtype, step.device, step.shape) for step in steps}) > 1:
-        return [int(step) for step in steps]
-    return cast("list[int]", torch.stack(steps).flatten().long().tolist())  # pyright: ignore[reportUnknownMemberType]

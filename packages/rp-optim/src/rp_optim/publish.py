@@ -8,8 +8,7 @@ import torch
 
 from rp_optim.checks import is_plain
 from rp_optim.errors import InvalidParameter
-from rp_optim.halves.split_master import SplitMaster, halves_of
-from rp_optim.kernels.halves import of_halves
+from rp_optim.halves.split_master import SplitMaster, is_split_master
 from rp_optim.kernels.kernel import kernel_for
 from rp_optim.kernels.updates import Kernel, Spot
 
@@ -32,8 +31,8 @@ def write_weights(masters: Sequence[torch.Tensor], weights: Sequence[torch.Tenso
     """
     by_kernel: dict[Kernel, list[Spot]] = {}
     for master, weight in _pairs(masters, weights):
-        if (halves := halves_of(master)) is not None:
-            _write_halves(halves, weight)
+        if is_split_master(master) and master.is_split:
+            _write_halves(master, weight)
         elif _is_flat(master) and _is_flat(weight) and master.dtype.is_complex == weight.dtype.is_complex:
             spot = Spot(master, master, weight, 1.0, rounds_away=isinstance(master, SplitMaster))
             by_kernel.setdefault(kernel_for(spot), []).append(spot)
@@ -43,13 +42,13 @@ def write_weights(masters: Sequence[torch.Tensor], weights: Sequence[torch.Tenso
         kernel.to_weight(spots)
 
 
-def _write_halves(halves: tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor) -> None:
-    upper, rest = halves
+def _write_halves(master: SplitMaster, weight: torch.Tensor) -> None:
+    upper = master.upper
     if weight.dtype == upper.dtype:
         if weight.data_ptr() != upper.data_ptr():
             weight.copy_(upper)
     else:
-        weight.copy_(of_halves(upper, rest))
+        weight.copy_(master.joined())
 
 
 def _pairs(

@@ -25,8 +25,9 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 class TellsWhole:
     """Warns, once per model, that masters in halves become whole, and which reader is the cause."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, on_disk: bool) -> None:
         self._name = name
+        self._more = 4 if on_disk else 2
         self._is_told = False
 
     def __call__(self, reader: str) -> None:
@@ -34,8 +35,9 @@ class TellsWhole:
             return
         self._is_told = True
         warn_user(
-            f"masters of model {self._name!r} are whole from now on, with 2 more bytes each, because {reader} "
-            "reads or writes their values; only the optimizers of roundpipe.optim step masters in halves",
+            f"masters of model {self._name!r} are whole from now on, with {self._more} more bytes each, because "
+            f"{reader} reads or writes their values; only the optimizers of roundpipe.optim step masters in "
+            "halves",
             TrainingWarning,
         )
 

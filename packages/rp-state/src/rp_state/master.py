@@ -158,10 +158,13 @@ def is_split(master: torch.Tensor) -> TypeGuard[SplitMaster]:
 
 
 def master_bytes(master: torch.Tensor) -> int:
-    """Return the bytes that a master takes on the host beside the weight; 0 if another machine has it."""
+    """Return the bytes that a master takes in memory beside the weight; 0 if another machine has it.
+
+    Of a remainder on disk, `Remainders` knows.
+    """
     if master.is_meta:
         return 0
-    return master.halves[1].nbytes if is_split(master) else master.nbytes
+    return master.rest.nbytes if is_split(master) else master.nbytes
 
 
 def published(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -169,7 +172,7 @@ def published(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not isinstance(master, SplitMaster) or dtype != torch.bfloat16:
         return master
     if master.is_split:
-        return master.halves[0]
+        return master.upper
     weight = torch.empty(master.shape, dtype=dtype, device="cpu")
     write_weights([master], [weight])
     return weight

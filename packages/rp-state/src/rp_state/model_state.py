@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from rp_optim import Disk, Remainders
 from rp_transfer import Backend, Turns
 
 from rp_state.block import Block
@@ -64,8 +65,8 @@ class HostOptions:
 
     `optim_dtype`: the masters' dtype; None for the weights'. `double_buffer`: whether trained weights have second
     blocks; None if the engine decides, before the first step. `master`: whether bf16 weights are the upper halves
-    of their masters. `steps_in_backward`: the optimizer steps during each training call, and layers pass their
-    gradients' memory on.
+    of their masters. `disk`: where the lower halves are; None for memory. `steps_in_backward`: the optimizer steps
+    during each training call, and layers pass their gradients' memory on.
     """
 
     pin: PinMode = "alloc"
@@ -73,6 +74,7 @@ class HostOptions:
     double_buffer: bool | None = None
     master: MasterKind = "whole"
     steps_in_backward: bool = False
+    disk: Disk | None = None
 
 
 class ModelState:
@@ -99,7 +101,7 @@ class ModelState:
     ) -> None:
         self._name = name
         self.options = options
-        self._tell_whole = TellsWhole(name)
+        self._tell_whole = TellsWhole(name, on_disk=options.disk is not None)
         self._is_told_whole = False
         self.health = Health(name)
         self.shards = shards
@@ -114,6 +116,8 @@ class ModelState:
         self.unpublished = False
         self.habits = Habits()
         self.masters: dict[torch.Tensor, torch.nn.Parameter] = {}
+        # None if they are in memory.
+        self.remainders = None if options.disk is None else Remainders(options.disk)
         self.num_runs = 0
         self.stepped_runs = 0
         self._reads = _MissingWarning(self)
@@ -230,7 +234,7 @@ class ModelState:
         }
         for tensor, master in self.masters.items():
             if is_split(master) and tensor not in staying:
-                upper, value = master.halves[0], places.get(tensor)
+                upper, value = master.upper, places.get(tensor)
                 is_same = value is not None and can_split(value) and same_bits(upper, value)
                 master.move_to(value if is_same and value is not None else upper.clone())
 
@@ -318,7 +322,7 @@ class ModelState:
 
     def _master(self, parameter: torch.Tensor, value: torch.Tensor) -> EngineMaster | EngineSplitMaster:
         if self.options.master == "split" and can_split(value) and self._has_here(parameter):
-            master = EngineSplitMaster(value)
+            master = EngineSplitMaster(value, remainders=self.remainders)
             watch_whole(master, self._tell_whole)
         else:
             master = self._whole_master(parameter, value)

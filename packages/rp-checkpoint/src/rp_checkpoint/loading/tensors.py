@@ -45,7 +45,7 @@ def load_tensor(
         return
     saved = opened.stored(master)
     if is_split(here):
-        if is_behind and here.halves[0].data_ptr() == value.data_ptr():
+        if is_behind and here.upper.data_ptr() == value.data_ptr():
             notes.add("calls read the last step's result at once, since masters in halves have no other", name)
         for start, part in saved.parts(here.dtype):
             here.write(start, part)

@@ -33,6 +33,7 @@ _WORK: Mapping[Bound, str] = {"GIL": "launching", "device": "devices", "link": "
 # Kinds of host memory whose names need an explanation.
 _KINDS = {"second blocks": "second copies of weights, for the next step,"}
 # What JSON has of `Training`.
+_MASTERS = {"whole": "", "split": " in halves", "disk": " in halves, of which one is on disk"}
 _HOW = ("optimizer", "optimizer_state", "master", "step_in_backward")
 _MOST_STAGES = 16
 _MOST_CHANGES = 8
@@ -197,7 +198,7 @@ def _headings(answer: Foretold) -> Iterator[str]:
     yield (
         f"{workload.name}: {_billion(workload.parameters)} parameters, {parts - 2} layers; {what}, "
         f"{how.optimizer}{_state(how.optimizer_state)}, {_DTYPES[how.optim_dtype]} masters"
-        f"{' in halves' if how.master == 'split' else ''}{', stepped in backward' if how.step_in_backward else ''}"
+        f"{_MASTERS[how.master]}{', stepped in backward' if how.step_in_backward else ''}"
     )
     if workload.named:
         yield f"the config names {workload.named}: this is its language model, for which {workload.name} stands"
@@ -270,8 +271,8 @@ def _a_parameter(answer: Foretold) -> str:
     beside = f"; {_gb(more)} more where several tasks add to gradients" if more > _SMALL * least else ""
     workload = answer.case.workload
     return (
-        f"  full fine-tuning with {workload.how.master} masters needs {round(least / workload.parameters)} bytes "
-        f"a parameter, {_gb(least)} and more before activations{beside}"
+        f"  full fine-tuning with {workload.how.master_kind} masters needs "
+        f"{round(least / workload.parameters)} bytes a parameter, {_gb(least)} and more before activations{beside}"
     )
 
 
@@ -312,12 +313,13 @@ def _disk(answer: Foretold, planned: Planned) -> Iterator[str]:
     drive, nbytes = workload.how.drive, workload.disk_bytes(answer.case.machines)
     if not drive.is_there:
         return
+    what = "optimizer state and masters" if workload.how.master == "disk" else "optimizer state"
     source = ", measured" if drive.is_measured else ""
     batch = math.ceil(answer.case.batch * planned.disk_ms / planned.machine_ms)
     hidden = f"hidden by the next call from about --batch {batch} on" if batch > answer.case.batch else "hidden"
     how = f"which synchronous steps wait for; with --no-sync {hidden}" if planned.waits_for_disk else hidden
     yield (
-        f"disk  {_gb(nbytes)} of optimizer state, read at {drive.read_gb_s:.3g} GB/s and written at "
+        f"disk  {_gb(nbytes)} of {what}, read at {drive.read_gb_s:.3g} GB/s and written at "
         f"{drive.write_gb_s:.3g} GB/s{source}: {_seconds(planned.disk_ms)} a step, {how}"
     )
     a_day = drive.tb_a_day(nbytes, planned.ms)

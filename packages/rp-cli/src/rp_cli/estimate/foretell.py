@@ -203,7 +203,7 @@ def _problem(case: Case, sequences: int) -> tuple[tuple[LayerCost, ...], Limits]
         optimizer_bytes=float(f"{workload.step_bytes(case.machines):.{_DIGITS}g}"),
         double_buffer=is_double,
     )
-    if workload.how.master == "split" and not is_double:
+    if workload.how.master_kind == "split" and not is_double:
         limits = replace(limits, host=in_place(limits.host))
     return tuple(workload.costs(sequences, machine.card.tflops)), limits
 

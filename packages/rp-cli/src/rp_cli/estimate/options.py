@@ -221,9 +221,7 @@ class PlanOptions(AdapterOptions):
         needs=("disk_bytes", ", whose rates they are"),
     )
     disk_tbw: float | None = shared.disk_tbw("disk_bytes")
-    master: str = option(
-        "split: bf16 weights are halves of their masters; steps are synchronous", shared.MASTER, "whole"
-    )
+    master: str = shared.master()
     utilisation: float | None = option(
         "of the GPU's TFLOP/s that layers reach", number(0.001, 1, "PART"), shown="0.5; adapters 0.38"
     )
@@ -243,6 +241,7 @@ class PlanOptions(AdapterOptions):
             raise Refused(
                 f"--switches must add up to --devices, {self.devices or 1}, but {text} is {sum(self.switches)}"
             )
+        shared.check_master(self.master, self.disk_bytes)
         self._check_network()
 
     def _check_network(self) -> None:

@@ -24,7 +24,7 @@ from rp_engine.estimates import (
     needed_by,
 )
 from rp_engine.wrapping import MasterKind
-from rp_optim import Muon, muon_groups
+from rp_optim import Disk, Muon, muon_groups
 from rp_optim.optimizers.muon import iteration_of
 from rp_optim.places.on_disk import memory_for
 from rp_packing import expansion_bytes, packed_weights
@@ -54,6 +54,10 @@ _STEP_BYTES, _SPLIT_STEP_BYTES, _STEP_STATE_TIMES = 12, 10, 2
 # State on disk also comes to memory and leaves it.
 _DISK_STATE_TIMES = 4
 _WEIGHT_BYTES = 2
+# The lower half of a master.
+_REMAINDER_BYTES = 2
+# Where it is does not change what it takes.
+_SOME_DISK = Disk("planned")
 # Operations of Muon's matrix products in the time of a byte of host memory: 5e12 a second, for some 16 cores with
 # AMX (two reach 0.5e12 to 0.8e12, benchmarks/results/performance.md), beside 165 GB/s.
 _MUON_FLOPS_PER_BYTE = 30
@@ -64,13 +68,14 @@ class Training:
     """How a model is trained. `sequence`: tokens of each sequence. `optim_dtype`: of masters and moments.
 
     `is_sync`: whether steps are synchronous; masters in halves have second blocks of weights only if they are not.
-    `utilisation`: the part of the card's dense rate; None for the usual one. `drive`: where the state is.
+    `master`: "whole", "split", or "disk": in halves, of which `drive` has the lower one. `utilisation`: the part
+    of the card's dense rate; None for the usual one. `drive`: where the state is.
     """
 
     sequence: int
     optimizer: str = "adamw"
     optimizer_state: str = "fp32"
-    master: MasterKind = "whole"
+    master: str = "whole"
     step_in_backward: bool = False
     is_adapted: bool = False
     is_sync: bool = True
@@ -83,6 +88,17 @@ class Training:
         """Return what `PlanOptions` or, in a room above, `FineTuning` say; `more`: what only one of them has."""
         same = ("sequence", "optimizer", "optimizer_state", "master", "step_in_backward")
         return cls(**{name: getattr(options, name) for name in same}, is_adapted=options.is_adapted, **more)
+
+    @property
+    def master_kind(self) -> MasterKind:
+        """Whether masters are in halves."""
+        return "whole" if self.master == "whole" else "split"
+
+    @property
+    def host(self) -> HostOptions:
+        """What the engine would be told."""
+        disk = _SOME_DISK if self.master == "disk" else None
+        return HostOptions("alloc", self.optim_dtype, None, self.master_kind, self.step_in_backward, disk)
 
 
 @dataclass(frozen=True)
@@ -161,8 +177,17 @@ class Workload:
         return state_of(self.how.optimizer, shapes, self.how.optim_dtype, kind)
 
     def disk_bytes(self, machines: int = 1) -> int:
-        """Return the bytes of state on the disk of the machine that owns most."""
-        return self._state_bytes(self.how.optimizer_state, self.shards(machines)) if self.how.drive.is_there else 0
+        """Return the bytes on the disk of the machine that owns most: of state, and of lower halves of masters."""
+        if not self.how.drive.is_there:
+            return 0
+        shards = self.shards(machines)
+        return self._state_bytes(self.how.optimizer_state, shards) + self._remainder_bytes(shards)
+
+    def _remainder_bytes(self, shards: Owners) -> int:
+        if self.how.master != "disk":
+            return 0
+        owned = (tensor for one in self._trainable for tensor in one.tensors if shards.owns(tensor))
+        return sum(_REMAINDER_BYTES * tensor.numel() for tensor in owned if tensor.dtype == torch.bfloat16)
 
     def _state_memory_bytes(self, shards: Owners) -> int:
         """Return the host memory for the state: all of it, or the blocks of it that are not on disk just then."""
@@ -208,7 +233,7 @@ class Workload:
             if self.how.optimizer_state == "8bit"
             else self.optimizer_bytes
         )
-        own = _SPLIT_STEP_BYTES if self.how.master == "split" else _STEP_BYTES
+        own = _SPLIT_STEP_BYTES if self.how.master_kind == "split" else _STEP_BYTES
         times = _DISK_STATE_TIMES if self.how.drive.is_there else _STEP_STATE_TIMES
         moved = own * self.trained + times * state + self._muon_flops / _MUON_FLOPS_PER_BYTE
         return moved * _WEIGHT_BYTES / nbytes if nbytes else 0.0
@@ -291,7 +316,7 @@ class Workload:
 
     def is_double(self, ram: HostLimit | None, machines: int = 1) -> bool:
         """Return whether weights get second blocks by default, by the engine's rule."""
-        if self.how.master == "split":
+        if self.how.master_kind == "split":
             return not self.how.is_sync
         if ram is None:
             return False
@@ -304,7 +329,7 @@ class Workload:
     ) -> MemoryForecast:
         blocks = needed_by(
             self.groups,
-            HostOptions("alloc", self.how.optim_dtype, None, self.how.master, self.how.step_in_backward),
+            self.how.host,
             second_blocks=second_blocks,
             additions=additions,
             shards=shards,

@@ -164,7 +164,7 @@ def wrapped(
         "use_sequential_preset": True,
         "optim_dtype": getattr(torch, options.optim_dtype),
         "adapter_dtype": None if options.adapter_dtype is None else getattr(torch, options.adapter_dtype),
-        "master": options.master,
+        "master": _master(options),
         "step_in_backward": options.step_in_backward,
         "runtime": runtime,
         "compile_layers": options.compile,
@@ -190,6 +190,13 @@ def without_bars() -> None:
     disable_progress_bar()
     # For the whole process: checkpoints are written on other threads.
     warnings.filterwarnings("ignore", _SAVES_EMBEDDINGS)
+
+
+def _master(options: FineTuning) -> str:
+    """The argument `master` of wrapping."""
+    if options.master != "disk":
+        return options.master
+    return f"disk:{','.join(map(str, options.disk or ()))}"
 
 
 def _wrapped(options: FineTuning, wrapping: dict[str, Any], vocabulary: int | None, with_images: bool) -> Any:

@@ -152,12 +152,7 @@ class FineTuning(AdapterOptions):
     lr: float = option("highest learning rate", positive(), _LR)
     dtype: str | None = option("numbers of the model", _DTYPE, shown="bfloat16 on GPUs, float32 on CPU devices")
     optim_dtype: str = option("numbers of the optimizer", _DTYPE, "float32")
-    master: str = option(
-        "split: bf16 weights are halves of their fp32 masters, 2 bytes a parameter less",
-        shared.MASTER,
-        "whole",
-        is_free=True,
-    )
+    master: str = shared.master(is_free=True)
     optimizer_state: str = option(f"{shared.MOMENTS}; bf16 and 8bit are rounded", shared.OPTIMIZER_STATE, "fp32")
     disk: tuple[Path, ...] | None = option(
         "keep the optimizer's moments in files there, in each in turn, and not in memory",
@@ -311,8 +306,11 @@ class FineTuning(AdapterOptions):
             raise Refused("--eval-every needs --eval-data or --held-out, to tell what to evaluate")
         if self.betas is not None and self.optimizer not in WITH_BETAS:
             raise Refused(f"--betas is for {', '.join(WITH_BETAS)}; --optimizer {self.optimizer} has none")
-        if self.master == "split" and self.optim_dtype != "float32":
-            raise Refused(f"--master split keeps fp32 masters in halves, but --optim-dtype is {self.optim_dtype}")
+        if self.master != "whole" and self.optim_dtype != "float32":
+            raise Refused(
+                f"--master {self.master} keeps fp32 masters in halves, but --optim-dtype is {self.optim_dtype}"
+            )
+        shared.check_master(self.master, self.disk)
         if self.step_in_backward and not self.sync:
             raise Refused(
                 "--step-in-backward updates weights in the call itself, so it cannot be used with --no-sync"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rp_trainer.errors import Refused
+
 from rp_cli.options.declared import Reading, option
 from rp_cli.options.kinds import FLAG, Kind, one_of, positive, whole
 
@@ -21,7 +23,6 @@ WITH_BETAS = ("adamw", "adam", "lion", "muon")
 PACKINGS = ("fp8", "int8", "nf4", "mxfp4", "stored")
 
 OPTIMIZER_STATE = one_of(("fp32", "bf16", "8bit"))
-MASTER = one_of(("whole", "split"))
 RANK = whole(1, 2**14, "RANK")
 BATCH = whole(1, MOST_BATCH)
 MOMENTS = "how the optimizer's moments are kept"
@@ -45,6 +46,18 @@ def optimizer(**more: Any) -> Any:
     """Declare ``--optimizer``."""
     names = f"{', '.join(OPTIMIZERS[:-1])} or {OPTIMIZERS[-1]}"
     return option(names, one_of(OPTIMIZERS, "NAME"), "adamw", **more)
+
+
+def master(**more: Any) -> Any:
+    """Declare ``--master``."""
+    words = "split: bf16 weights are halves of their fp32 masters; disk: and the other halves are on --disk"
+    return option(words, one_of(("whole", "split", "disk")), "whole", **more)
+
+
+def check_master(master: str, disk: object) -> None:
+    """Raise `Refused` for masters on a disk that `disk`, the value of ``--disk``, does not name."""
+    if master == "disk" and disk is None:
+        raise Refused("--master disk keeps halves of masters on a disk: name it with --disk")
 
 
 def disk_tbw(disk: str = "disk") -> Any:

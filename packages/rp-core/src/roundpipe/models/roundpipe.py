@@ -40,6 +40,7 @@ from rp_engine import (
 )
 from rp_engine.wrapping import Compute, MasterKind, PinMode, check_compute
 from rp_generate import generated
+from rp_optim import Disk
 from rp_packing import Fp8
 from rp_sched import LayerCost, Mode
 from torch import nn
@@ -66,6 +67,8 @@ class RoundPipe(RoundPipeBase):
             ``"whole"``; weights are the masters rounded to nearest, ties away from zero. A synchronous step
             updates the weights in place: if it fails, they are torn, and a state must be loaded, unless
             `double_buffer` is True. Other weights keep whole masters, as do all with torch's own optimizers.
+            ``"disk:DIR[,DIR...]"`` or a `roundpipe.optim.Disk` keeps the remainders on disk, 2 bytes a parameter
+            less in memory: steps read and write them (see docs/how-to/disk.md).
         name: shown in errors; default: the ``file:line`` of the call.
         model_run_config: settings for all calls, which each call's `run_config` may override.
         pin_model: ``"alloc"`` moves the weights into pinned blocks, ``"register"`` pins them where they are,
@@ -124,7 +127,7 @@ class RoundPipe(RoundPipeBase):
         runtime: Runtime | None = None,
         compile_layers: bool | Mapping[str, Any] = False,
         double_buffer: bool | None = None,
-        master: MasterKind = "whole",
+        master: MasterKind | str | Disk = "whole",
         step_in_backward: bool = False,
         compute: Compute | Fp8 | None = None,
     ) -> None:

@@ -10,6 +10,7 @@ import torch
 from rp_engine import RoundPipeRunConfig, Runtime
 from rp_engine.estimates import HostMemoryCheck
 from rp_engine.wrapping import Compute, MasterKind, PinMode, check_compute, register_lazy_hooks
+from rp_optim import Disk
 from rp_packing import Fp8
 from rp_transfer import MappedFiles, group
 from torch import nn
@@ -43,7 +44,7 @@ def wrap_model_to_roundpipe(
     runtime: Runtime | None = None,
     compile_layers: bool | Mapping[str, Any] = False,
     double_buffer: bool | None = None,
-    master: MasterKind = "whole",
+    master: MasterKind | str | Disk = "whole",
     step_in_backward: bool = False,
     compute: Compute | Fp8 | None = None,
     adapter_dtype: torch.dtype | None = None,

@@ -74,6 +74,11 @@ class Blocks:
         return self._arena.nbytes
 
     @property
+    def is_torn(self) -> bool:
+        """Whether all use is refused."""
+        return bool(self._torn)
+
+    @property
     def volume_bytes(self) -> int:
         """Bytes on the volume."""
         return self._addresses[-1]

@@ -10,6 +10,7 @@ import torch
 
 from rp_optim.checks import check_memory
 from rp_optim.errors import InvalidLink, InvalidParameter
+from rp_optim.halves.remainders import InMemory, Remainder, Remainders
 from rp_optim.kernels.kernel import kernel_for
 from rp_optim.kernels.updates import Spot
 from rp_optim.masters import Master
@@ -58,7 +59,8 @@ class SplitMaster(Master):
     >>> master.detach(), master.is_split
     (tensor([0.9990, 0.9990]), False)
 
-    Shapes: `weight` bf16 and `remainder` int16 (by default zero), of one shape, contiguous, on the host.
+    Shapes: `weight` bf16 and `remainder` int16 (by default zero), of one shape, contiguous, on the host. With
+    `remainders`, the remainder is zero and on their disk.
     `torch.save` saves it as a ``torch.nn.Parameter``; copies are whole.
 
     Raises `InvalidParameter` for other tensors.
@@ -67,11 +69,18 @@ class SplitMaster(Master):
     # Whether a step may write the weight in place although the master is not linked.
     steps_unlinked = True
 
-    _halves: tuple[torch.Tensor, torch.Tensor] | None
+    _halves: tuple[torch.Tensor, Remainder] | None
 
-    def __new__(cls, weight: torch.Tensor, remainder: torch.Tensor | None = None) -> Self:
-        rest = torch.zeros(weight.shape, dtype=torch.int16, device="cpu") if remainder is None else remainder
-        _check(weight, rest)
+    def __new__(
+        cls, weight: torch.Tensor, remainder: torch.Tensor | None = None, remainders: Remainders | None = None
+    ) -> Self:
+        _check_weight(weight)
+        if remainders is None:
+            values = torch.zeros(weight.shape, dtype=torch.int16, device="cpu") if remainder is None else remainder
+            _check_rest(weight, values)
+            rest: Remainder = InMemory(values)
+        else:
+            rest = remainders.add(weight.shape)
         # The tensor itself is one NaN, expanded: code that reads it without torch's functions gets NaN, not other
         # memory.
         shape = torch.full((), torch.nan, dtype=torch.float32, device="cpu").expand(weight.shape)
@@ -80,8 +89,10 @@ class SplitMaster(Master):
         master._halves = (weight.detach(), rest)
         return master
 
-    def __init__(self, weight: torch.Tensor, remainder: torch.Tensor | None = None) -> None:
-        del weight, remainder  # `__new__` does everything, as in torch.nn.Parameter.
+    def __init__(
+        self, weight: torch.Tensor, remainder: torch.Tensor | None = None, remainders: Remainders | None = None
+    ) -> None:
+        del weight, remainder, remainders  # `__new__` does everything, as in torch.nn.Parameter.
         super().__init__()
 
     @property
@@ -90,11 +101,16 @@ class SplitMaster(Master):
         return self._halves is not None
 
     @property
-    def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weight and the remainder.
+    def upper(self) -> torch.Tensor:
+        """The weight. Raises `InvalidLink` if the master was made whole."""
+        return self._both()[0]
 
-        Raises `InvalidLink` if the master was made whole.
-        """
+    @property
+    def rest(self) -> Remainder:
+        """The remainder, in memory or on disk. Raises `InvalidLink` if the master was made whole."""
+        return self._both()[1]
+
+    def _both(self) -> tuple[torch.Tensor, Remainder]:
         if self._halves is None:
             raise InvalidLink("the master was made whole, so it has no halves; check is_split first")
         return self._halves
@@ -118,27 +134,33 @@ class SplitMaster(Master):
 
     def move_to(self, weight: torch.Tensor) -> None:
         """Make `weight`, which has the same value, the upper half from now on; nothing is copied."""
-        self._halves = (weight.detach().view(self.halves[0].shape), self.halves[1])
+        self._halves = (weight.detach().view(self.upper.shape), self.rest)
 
     def start_from(self, weight: torch.Tensor) -> None:
         """Take the values of `weight` (bf16, contiguous), which becomes the upper half."""
         self.move_to(weight)
-        self.halves[1].zero_()
+        with self.rest.reach(renews=True) as rest:
+            rest.zero_()
         torch.autograd.graph.increment_version(self)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Return a new flat fp32 tensor with the values of elements [start, stop); the master stays in halves."""
-        weight, rest = (half.view(-1)[start:stop] for half in self.halves)
+        weight = self.upper.view(-1)[start:stop]
         values = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
-        spot = Spot(weight, weight, values, 1.0, rest=rest)
-        kernel_for(spot).to_weight([spot])
+        with self.rest.reach(changes=False) as rest:
+            spot = Spot(weight, weight, values, 1.0, rest=rest.view(-1)[start:stop])
+            kernel_for(spot).to_weight([spot])
         return values
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Set the elements from `start` on to `values`, flat fp32, without making the master whole."""
-        weight, rest = (half.view(-1)[start : start + values.numel()] for half in self.halves)
-        spot = Spot(values, values, weight, 1.0, rest=rest)
-        kernel_for(spot).to_weight([spot])
+        """Set the elements from `start` on to `values`, flat fp32, without making the master whole.
+
+        After a failure of its disk, elements must be set from the first one on.
+        """
+        part = slice(start, start + values.numel())
+        with self.rest.reach(renews=start == 0) as rest:
+            spot = Spot(values, values, self.upper.view(-1)[part], 1.0, rest=rest.view(-1)[part])
+            kernel_for(spot).to_weight([spot])
         torch.autograd.graph.increment_version(self)
 
     def joined(self) -> torch.Tensor:
@@ -186,7 +208,7 @@ class SplitMaster(Master):
         return plain.__reduce_ex__(protocol)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-def halves_of(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+def halves_of(parameter: torch.Tensor) -> tuple[torch.Tensor, Remainder] | None:
     """Return the weight and the remainder of a master in halves; None for any other tensor."""
     return parameter._halves if is_split_master(parameter) else None  # pyright: ignore[reportPrivateUsage]
 
@@ -213,13 +235,16 @@ def _split_masters(value: object) -> Iterator[SplitMaster]:
             yield from _split_masters(each)
 
 
-def _check(weight: torch.Tensor, rest: torch.Tensor) -> None:
+def _check_weight(weight: torch.Tensor) -> None:
     check_memory("the weight of a split master", weight)
     if weight.dtype != torch.bfloat16:
         raise InvalidParameter(
             f"a split master needs a bf16 weight, but has {weight.dtype}: no other dtype is the upper half of an "
             "fp32 number; use Master(weight.float())"
         )
+
+
+def _check_rest(weight: torch.Tensor, rest: torch.Tensor) -> None:
     fits = rest.dtype == torch.int16 and rest.shape == weight.shape and rest.is_cpu and rest.is_contiguous()
     if not fits:
         raise InvalidParameter(

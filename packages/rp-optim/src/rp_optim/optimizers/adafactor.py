@@ -9,10 +9,11 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from rp_optim.errors import InvalidParameter
-from rp_optim.host import Group, HostOptimizer, State, Taken, count_steps, state_tensor
+from rp_optim.host import Group, HostOptimizer, State, Taken, state_tensor
 from rp_optim.kernels.kept import as_whole, keep
 from rp_optim.kernels.kernel import kernel_for
 from rp_optim.kernels.updates import Factors, Matrices, Move, Spot
+from rp_optim.places.counters import count_steps
 from rp_optim.places.on_disk import StateOption
 
 Scalar = float | torch.Tensor

@@ -10,9 +10,10 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from rp_optim.checks import check_option_flags
-from rp_optim.host import Group, HostOptimizer, Taken, count_steps
+from rp_optim.host import Group, HostOptimizer, Taken
 from rp_optim.kernels.kernel import by_kernel
 from rp_optim.kernels.updates import AdamNumbers, AdamUpdate
+from rp_optim.places.counters import count_steps
 from rp_optim.places.on_disk import StateOption
 
 Scalar = float | torch.Tensor

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import torch
 
-from rp_optim.host import Group, HostOptimizer, nbytes_of_state
+from rp_optim.host import Group, HostOptimizer
 from rp_optim.masters import is_elsewhere
+from rp_optim.places.counters import nbytes_of_state
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from rp_optim import Disk
+
+_ON = "disk:"
 
 
 def master_dtype(master: object, optim_dtype: torch.dtype | None) -> torch.dtype | None:
@@ -15,15 +18,32 @@ def master_dtype(master: object, optim_dtype: torch.dtype | None) -> torch.dtype
 
     Raises `ValueError` for another kind, and for halves of another dtype.
     """
-    if master not in ("whole", "split"):
-        raise ValueError(f"master must be 'whole' or 'split', but is {master!r} instead")
+    if master_disk(master) is None and master not in ("whole", "split"):
+        raise ValueError(
+            "master must be 'whole', 'split', 'disk:DIR[,DIR...]' or a roundpipe.optim.Disk, but is "
+            f"{master!r} instead"
+        )
     if master == "whole":
         return optim_dtype
     if optim_dtype not in (None, torch.float32):
         raise ValueError(
-            f'master="split" keeps fp32 masters in two halves, but optim_dtype is {optim_dtype}; leave it out'
+            f"master={master!r} keeps fp32 masters in two halves, but optim_dtype is {optim_dtype}; leave it out"
         )
     return torch.float32
+
+
+def master_disk(master: object) -> Disk | None:
+    """Return the disk that the lower halves of masters of this kind are on; None if they are in memory.
+
+    >>> master_disk("disk:/mnt/a,/mnt/b").directories
+    ('/mnt/a', '/mnt/b')
+    >>> master_disk("split")
+    """
+    if isinstance(master, Disk):
+        return master
+    if not (isinstance(master, str) and master.startswith(_ON)):
+        return None
+    return Disk(*(name.strip() for name in master.removeprefix(_ON).split(",")))
 
 
 def coarse_words(name: str, masters: Iterable[torch.Tensor]) -> str | None:

@@ -9,9 +9,10 @@ from typing import Any, get_args
 import torch
 from rp_engine import HostOptions, RoundPipeRunConfig, Runtime, default_runtime
 from rp_engine.wrapping import Compute, MasterKind, PinMode
+from rp_optim import Disk
 from rp_packing import Fp8
 
-from roundpipe.models.wrapped.master_dtype import master_dtype
+from roundpipe.models.wrapped.master_dtype import master_disk, master_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class WrapOptions:
     runtime: Runtime | None = None
     compile_layers: bool | Mapping[str, Any] = False
     double_buffer: bool | None = None
-    master: MasterKind = "whole"
+    master: MasterKind | str | Disk = "whole"
     step_in_backward: bool = False
     compute: Compute | Fp8 | None = None
 
@@ -51,8 +52,9 @@ class WrapOptions:
     @property
     def host(self) -> HostOptions:
         """What the engine is told of the weights on the host."""
-        dtype = master_dtype(self.master, self.optim_dtype)
-        return HostOptions(self.pin_model, dtype, self.double_buffer, self.master, self.step_in_backward)
+        dtype, disk = master_dtype(self.master, self.optim_dtype), master_disk(self.master)
+        kind: MasterKind = "whole" if self.master == "whole" else "split"
+        return HostOptions(self.pin_model, dtype, self.double_buffer, kind, self.step_in_backward, disk)
 
     @property
     def run_config(self) -> RoundPipeRunConfig:

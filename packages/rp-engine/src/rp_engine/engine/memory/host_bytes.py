@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import reduce
 
 import torch
+from rp_optim import Remainders
 from rp_state.block import Block
 from rp_state.gradient import sum_dtype
 from rp_state.halves import can_split
@@ -85,8 +86,9 @@ def held_by(states: Sequence[ModelState]) -> HostBytes:
 def _held_masters_bytes(state: ModelState) -> int:
     trained, found = set(state.trainable_tensors()), list(state.masters.items())
     # Of parameters that are frozen now, masters in halves have an upper one of their own.
-    own = (one.halves[0].nbytes for tensor, one in found if tensor not in trained and is_split(one))
-    return sum(master_bytes(one) for _, one in found) + sum(own)
+    own = (one.upper.nbytes for tensor, one in found if tensor not in trained and is_split(one))
+    on_disk = 0 if state.remainders is None else state.remainders.memory_bytes
+    return sum(master_bytes(one) for _, one in found) + sum(own) + on_disk
 
 
 def given_to(states: Sequence[ModelState]) -> int:
@@ -117,8 +119,15 @@ def needed_by(
         _needed(block, options.pin, second_blocks, additions, shards, has_gradients=id(block) not in passed_on)
         for block in found
     )
-    masters = (_master_bytes(block, options.optim_dtype, shards, options.master) for block in found)
-    return needed + HostBytes(masters=sum(masters))
+    return needed + HostBytes(masters=_masters_bytes(found, options, shards))
+
+
+def _masters_bytes(found: Sequence[Group | Block], options: HostOptions, shards: Owners) -> int:
+    whole = sum(_master_bytes(block, options.optim_dtype, shards, options.master) for block in found)
+    if options.disk is None:
+        return whole
+    there = [2 * one.numel() for block in found for one in _trained(block, shards) if can_split(one)]
+    return whole - sum(there) + Remainders(options.disk).memory_for(there)
 
 
 def _passed_on(found: Sequence[Group | Block]) -> set[int]:
@@ -142,12 +151,9 @@ def adam_bytes(
 def _master_bytes(
     block: Group | Block, optim_dtype: torch.dtype | None, shards: Owners, master: MasterKind
 ) -> int:
-    if block.kind != "trainable":
-        return 0
-    owned = _owned(block, shards)
     return sum(
         tensor.numel() * (2 if master == "split" and can_split(tensor) else (optim_dtype or tensor.dtype).itemsize)
-        for tensor in owned
+        for tensor in _trained(block, shards)
     )
 
 
@@ -163,6 +169,10 @@ def gradient_bytes(block: Group | Block, additions: int) -> int:
         return block.gradient.place.largest_nbytes
     most = 1 if sum_dtype(layout.dtype) == layout.dtype else 2
     return min(additions, most) * layout.nbytes
+
+
+def _trained(block: Group | Block, shards: Owners) -> list[torch.Tensor]:
+    return _owned(block, shards) if block.kind == "trainable" else []
 
 
 def _owned(block: Group | Block, shards: Owners) -> list[torch.Tensor]:
