@@ -110,10 +110,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--chunked-head", action="store_true", help="logits and loss of some tokens at a time")
     parser.add_argument("--sync", action="store_true", help="synchronous steps; roundpipe only")
-    parser.add_argument("--master", choices=["whole", "split"], default="whole", help="roundpipe only")
-    parser.add_argument(
-        "--optimizer-state", choices=["fp32", "bf16", "8bit"], default="fp32", help="roundpipe only"
-    )
+    parser.add_argument("--master", default="whole", help="or split, or disk:DIR; roundpipe only")
+    parser.add_argument("--optimizer-state", default="fp32", help="or bf16, 8bit, 8bit disk:DIR; roundpipe only")
     parser.add_argument("--step-in-backward", action="store_true", help="no step after it; roundpipe only")
     parser.add_argument("--launch", choices=["eager", "graphs"], default="eager", help="roundpipe only")
     parser.add_argument("--compute", choices=["bf16", "fp8"], default="bf16", help="roundpipe only")

@@ -456,7 +456,7 @@ def test_masters_in_halves_of_several_machines_are_proposed_and_counted(
 
 def test_other_masters_are_not_planned_for(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, "--model", config(TINY), "--master", "halved"]) == 2
-    assert "--master must be one of whole, split, but is 'halved'" in capsys.readouterr().err
+    assert "--master must be one of whole, split, disk, but is 'halved'" in capsys.readouterr().err
 
 
 def test_muon_has_half_of_the_state_for_hidden_matrices_and_takes_longer(
