@@ -107,6 +107,7 @@ def test_a_package_is_released_after_what_it_needs(clone):
         "rp-calls",
         "rp-generate",
         "rp-machines",
+        "rp-stand-in",
         "rp-core",
         "rp-trainer",
         "rp-cli",

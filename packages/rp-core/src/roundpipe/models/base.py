@@ -16,16 +16,13 @@ from rp_engine.errors import TrainingWarning
 from rp_engine.estimates import MemoryForecast
 from rp_engine.wrapping import entrance_of
 from rp_errors import warn_user
+from rp_stand_in import NarrowAdapters, StandIn, publish_first, renamed
 from torch import nn
 
-from roundpipe.models.current import publish_first
 from roundpipe.models.saved.layout import layout_of
 from roundpipe.models.wrapped.call_site import caller
 from roundpipe.models.wrapped.foreign import check_not_packed_by_others
 from roundpipe.models.wrapped.master_dtype import coarse_words
-from roundpipe.models.wrapped.names import renamed
-from roundpipe.models.wrapped.narrow_adapters import NarrowAdapters
-from roundpipe.models.wrapped.stand_in import StandIn
 
 # Methods of transformers and PEFT that read the weights, or write them, on the host.
 _READ_WEIGHTS = frozenset({"generate", "merge_adapter", "push_to_hub", "save_pretrained", "unmerge_adapter"})

@@ -12,6 +12,7 @@ from rp_engine.estimates import HostMemoryCheck
 from rp_engine.wrapping import Compute, MasterKind, PinMode, check_compute, register_lazy_hooks
 from rp_optim import Disk
 from rp_packing import Fp8
+from rp_stand_in import narrowed
 from rp_transfer import MappedFiles, group
 from torch import nn
 
@@ -24,7 +25,6 @@ from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.unfit import refuse_unfit
 from roundpipe.models.wrapped.call_site import caller
 from roundpipe.models.wrapped.foreign import check_not_packed_by_others
-from roundpipe.models.wrapped.narrow_adapters import narrowed
 from roundpipe.models.wrapped.options import WrapOptions, given_config
 
 

@@ -13,9 +13,9 @@ import torch
 from rp_checkpoint import CheckpointLayout
 from rp_checkpoint.model.layout import divided_state
 from rp_packing import PackedWeight
+from rp_stand_in import as_it_is
 from torch import nn
 
-from roundpipe.models.current import as_it_is
 from roundpipe.models.presets import Presets, presets_that_save
 from roundpipe.models.saved.expanded import Expanded, outline
 

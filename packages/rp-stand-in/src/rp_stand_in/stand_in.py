@@ -10,7 +10,7 @@ from rp_engine.errors import RoundPipeError
 from rp_engine.frameworks import advice
 from torch import nn
 
-from roundpipe.models.wrapped.names import keep_tied, names_in, rename_nested, tensors
+from rp_stand_in.names import keep_tied, names_in, rename_nested, tensors
 
 _STAYS = "a RoundPipe model stays on the host in the dtype it was wrapped in"
 _BEFORE = "its layers run on the devices by themselves. Convert the model before wrapping it"

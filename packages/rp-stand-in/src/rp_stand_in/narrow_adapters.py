@@ -14,7 +14,7 @@ from rp_engine.wrapping import unrounded
 from rp_errors import warn_user
 from torch import nn
 
-from roundpipe.models.current import Nothing, is_as_it_is
+from rp_stand_in.current import Nothing, is_as_it_is
 
 _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
