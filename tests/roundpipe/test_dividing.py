@@ -203,6 +203,75 @@ def test_a_part_with_statistics_of_the_batch_runs_in_one_piece_and_says_so_once(
     assert [name.partition(".")[2] for name in whole] == ["part"]
 
 
+class SlightlyMixed(nn.Module):
+    """Adds a little of the batch's mean, less than what 16 bits round."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.linear, self.share = nn.Linear(WIDTH, WIDTH), share
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y + self.share * y.mean(0, keepdim=True)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "autocast"])
+@pytest.mark.parametrize("way", ["part", "row"])
+def test_what_16_bits_would_hide_is_found(two, kind, way):
+    torch.manual_seed(0)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}[kind]
+    x = torch.randn(6, WIDTH).to(dtype)
+
+    with told() as whole, torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        for share in (0.0, 1e-3):
+            WRAPS[way](SlightlyMixed(share).to(dtype), two)(x)
+
+    assert len(whole) == 1
+
+
+def test_small_numbers_of_training_alone_hide_nothing_in_16_bits(two):
+    class Jitters(SlightlyMixed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y * (1 + 0.01 * torch.rand_like(y)) if self.training else y
+
+    with told() as whole:
+        for share in (0.0, 1e-3):
+            apart(Holder(Jitters(share)).bfloat16(), two)(torch.randn(6, WIDTH).bfloat16())
+
+    assert len(whole) == 1
+
+
+class RoundsInside(nn.Module):
+    """Computes in bf16 whatever its weights are, or has a table: its own, or of the best dtype of all inputs."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(WIDTH, 64), how
+        self.table: Any = torch.eye(WIDTH).bfloat16() if how == "own table" else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "rounds":
+            return self.linear(x).bfloat16().exp().sum(-1, keepdim=True).to(x.dtype) * x
+        if self.table is None or (self.how == "cache" and x.dtype.itemsize > self.table.dtype.itemsize):
+            self.table = torch.eye(WIDTH, dtype=x.dtype, device=x.device)
+        return self.linear(x @ self.table)
+
+
+@pytest.mark.parametrize("how", ["rounds", "own table", "cache"])
+def test_a_part_that_cannot_compute_in_fp32_is_split_by_what_16_bits_show(two, how):
+    torch.manual_seed(0)
+    model = Holder(RoundsInside(how)).bfloat16()
+    plain, x = copy.deepcopy(model), torch.randn(6, WIDTH).bfloat16()
+    wrapped = apart(model, two)
+
+    with told() as whole:
+        found = [wrapped(x), wrapped(x)]
+
+    assert whole == []
+    torch.testing.assert_close(found, [plain(x)] * 2)
+
+
 def test_batch_norm_and_dropout_are_split_all_the_same(two):
     model = Holder(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)))
     wrapped = apart(model, two)
@@ -587,6 +656,37 @@ def test_a_loss_that_the_last_layer_computes_hides_nothing(two, kind):
 
     torch.testing.assert_close(found.sum(), plain(x).sum())
     assert len(whole) == (kind != "samples")
+
+
+class OwnLoss(nn.Module):
+    """A model that is one layer and returns its loss."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(WIDTH, WIDTH), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if self.kind == "statistics":
+            y = y - y.mean(0, keepdim=True)
+        if self.kind == "time first":
+            y = y.cumsum(0)
+        return y.square().sum() if self.kind == "sum" else y.square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["statistics", "time first", "sum", "mean"])
+def test_a_model_of_one_layer_that_returns_a_loss_is_tried_by_that(two, kind, dtype):
+    torch.manual_seed(0)
+    model, x = OwnLoss(kind).to(dtype), torch.randn(6, 4, WIDTH).to(dtype)
+    plain = copy.deepcopy(model)
+
+    with told() as whole:
+        found = wrap(model, False, runtime=two, model_run_config=THREE).forward_backward((x,))
+
+    assert len(whole) == (kind in ("statistics", "time first"))
+    # Means of microbatches are added up, as losses of any row are.
+    torch.testing.assert_close(found, plain(x) * (3 if kind == "mean" else 1), rtol=2e-2, atol=1e-3)
 
 
 def first(output: Any) -> torch.Tensor:

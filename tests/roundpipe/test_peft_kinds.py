@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from plain import assert_near
-from roundpipe import RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -34,6 +34,7 @@ RIGHT: dict[str, Callable[[], Any]] = {
 }
 REFUSED: dict[str, Callable[[Path], Any]] = {
     "CARTRIDGE": lambda _: peft.CartridgeConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    "PREFIX_TUNING": lambda _: peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
     "POLY": lambda _: peft.PolyConfig(r=4, n_tasks=1, n_skills=2, n_splits=2, task_type="CAUSAL_LM", **TARGETS),
     "XLORA": lambda adapter: peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=16, adapters={"0": str(adapter)}),
     "SHADOW": lambda _: peft.ShadowConfig(task_type="CAUSAL_LM", r=4),
@@ -93,10 +94,21 @@ def test_losses_and_gradients_are_those_of_plain_peft(kind: str, preset: bool | 
             assert_near(parameter.grad, other.grad, 1e-5)
 
 
+class Around(nn.Module):
+    """A user's own model, with a PEFT model in it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_others_are_refused_by_name_before_anything_runs(kind: str, tmp_path: Path) -> None:
     get_peft_model(llama(), LoraConfig(r=4, **TARGETS)).save_pretrained(tmp_path)
     adapted: Any = get_peft_model(llama(), config_of(REFUSED[kind], tmp_path))
 
-    with Runtime("cpu:2") as runtime, pytest.raises(ValueError, match=f"^{kind} of PEFT cannot be wrapped: it "):
-        wrap_model_to_roundpipe(adapted, runtime=runtime)
+    with Runtime("cpu:2") as runtime:
+        for wrap in (wrap_model_to_roundpipe, RoundPipe):
+            for model in (adapted, Around(adapted)):
+                with pytest.raises(ValueError, match=f"^{kind} of PEFT cannot be wrapped: it "):
+                    wrap(model, runtime=runtime)

@@ -72,3 +72,20 @@ def test_a_family_trains_in_its_smallest_parts_as_plainly(name, size):
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WHOLE_ONLY])
 def test_every_family_trains_in_its_smallest_parts_as_plainly(name, size):
     assert_trains_as_plainly(name, size)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WHOLE_ONLY])
+def test_what_16_bits_round_is_no_reason_to_run_in_one_piece(name):
+    model = without_dropout(FAMILIES[name].build()).bfloat16().train()
+    batch = batch_of(model, *OBLONG)
+    try:
+        with torch.no_grad():
+            model(**batch)
+    except RuntimeError as error:
+        pytest.skip(f"transformers itself cannot: {error}")
+    config = RoundPipeRunConfig(num_microbatch=3)
+
+    with Runtime("cpu:2") as runtime, torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", TrainingWarning)
+        wrap_model_to_roundpipe(model, False, lower_threshold=1, runtime=runtime, model_run_config=config)(**batch)

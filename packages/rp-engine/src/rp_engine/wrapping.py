@@ -1,5 +1,6 @@
 """What whoever wraps modules asks of the engine: hooks, entrances, kinds of storage, and runs beside the calls."""
 
+from rp_recompute.precision import may_use_cudnn
 from rp_state.layers import PinMode
 from rp_state.master import unrounded
 from rp_state.model_state import MasterKind
@@ -15,6 +16,7 @@ from rp_engine.execution.effects.written import unwritten
 from rp_engine.execution.losses import check_losses
 from rp_engine.planning.computing import check_compute
 from rp_engine.settings.run_config import Compute
+from rp_engine.widening import Widening, is_narrow, widened
 
 __all__ = [
     "Compute",
@@ -22,6 +24,7 @@ __all__ = [
     "MasterKind",
     "PinMode",
     "View",
+    "Widening",
     "aside",
     "check_compute",
     "check_losses",
@@ -29,9 +32,12 @@ __all__ = [
     "has_hooks",
     "hooks_of",
     "is_in_level",
+    "is_narrow",
+    "may_use_cudnn",
     "named_modules",
     "prepares",
     "register_lazy_hooks",
     "unrounded",
     "unwritten",
+    "widened",
 ]

@@ -43,11 +43,16 @@ def least_precise(
     found = max((torch.float32, *of_parameters, *of_autocast), key=lambda dtype: torch.finfo(dtype).eps)
     if found != torch.float32 or not rounds_fp32:
         return found
-    rounds = torch.backends.cuda.matmul.allow_tf32 or (torch.backends.cudnn.allow_tf32 and _may_use_cudnn(module))
+    rounds = torch.backends.cuda.matmul.allow_tf32 or (torch.backends.cudnn.allow_tf32 and may_use_cudnn(module))
     return torch.float16 if rounds else found
 
 
-def _may_use_cudnn(module: torch.nn.Module) -> bool:
+def may_use_cudnn(module: torch.nn.Module) -> bool:
+    """Return whether a module may convolve or be recurrent, for which TF32 has a setting of its own.
+
+    >>> may_use_cudnn(torch.nn.Linear(2, 2)), may_use_cudnn(torch.nn.Conv1d(2, 2, 1))
+    (False, True)
+    """
     # Weights of convolutions have three dimensions or more, also where a function convolves.
     is_recurrent = any(isinstance(each, torch.nn.RNNBase) for each in module.modules())
     return is_recurrent or any(one.ndim > 2 for one in module.parameters())

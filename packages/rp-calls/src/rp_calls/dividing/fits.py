@@ -8,7 +8,7 @@ from typing import Any
 import rp_batch
 import torch
 
-from rp_calls.dividing.rows import Rows
+from rp_calls.dividing.rows import RowKey, Rows
 
 Tolerance = Callable[[torch.Tensor], float]
 
@@ -41,21 +41,43 @@ def fit_any(
     return None
 
 
-def fit_rows(whole: Rows, outputs: Sequence[Rows], sizes: Sequence[int], tolerance: Tolerance) -> None:
+def fit_rows(
+    is_one_layer: bool, whole: Rows, outputs: Sequence[Rows], sizes: Sequence[int], tolerance: Tolerance
+) -> None:
     """Check that each tensor of the whole is its parts, one after another, where these have as many rows.
 
-    Other outputs, such as losses, say nothing: what microbatches contribute to them is up to the model.
+    Other outputs, such as losses, say nothing: what microbatches contribute to them is up to the model. But if it
+    `is_one_layer`, whose input shows nothing either, and has no others, they must be the parts' sum or mean.
 
     >>> whole, part = {("output", ()): torch.arange(4.0)}, {("output", ()): torch.arange(2.0)}
-    >>> fit_rows(whole, [part, part], (2, 2), lambda _: 0.0)
+    >>> fit_rows(False, whole, [part, part], (2, 2), lambda _: 0.0)
     Traceback (most recent call last):
     rp_batch.errors.MergeError: output: differs from its parts by 1
     """
-    del sizes
+    others: list[RowKey] = []
     for place, rows in whole.items():
         parts = [output[place] for output in outputs if place in output]
         if len(parts) < len(outputs) or sum(map(len, parts)) != len(rows):
+            others.append(place)
             continue
         found = rp_batch.distance(rows, torch.cat(parts), 0)
         if found > tolerance(rows):
             raise rp_batch.MergeError(place[0], f"differs from its parts by {found:.2g}")
+    if is_one_layer and not any(place[0].startswith("output") for place in whole.keys() - others):
+        for place in others:
+            _fit_sum(place, whole[place], [output.get(place) for output in outputs], sizes, tolerance)
+
+
+def _fit_sum(
+    place: RowKey,
+    whole: torch.Tensor,
+    parts: Sequence[torch.Tensor | None],
+    sizes: Sequence[int],
+    tolerance: Tolerance,
+) -> None:
+    if any(part is None or part.shape != whole.shape for part in parts) or not whole.is_floating_point():
+        return
+    merged = [rp_batch.merge(parts, rule, sizes=sizes) for rule in (rp_batch.Mean(), rp_batch.Sum())]
+    found = min(rp_batch.distance(whole, one) for one in merged)
+    if found > tolerance(whole):
+        raise rp_batch.MergeError(place[0], f"is off by {found:.2g} from the mean and the sum of its parts")

@@ -21,7 +21,7 @@ def rows_at_end(given: Any, output: Any) -> Rows:
     """Return the rows of a model's output, and of what its last layer is given: that may compute a mere loss.
 
     >>> [place for place, _ in rows_at_end(torch.zeros(3, 2), torch.tensor(0.0))]
-    ['what the last layer is given']
+    ['what the last layer is given', 'output']
     """
     entering = {
         (path.replace("output", "what the last layer is given", 1), shape): rows
@@ -37,13 +37,11 @@ def rows_of(output: Any) -> Rows:
     {("output['logits']", (40, 50)): (3, 63)}
 
     How large a row's difference is, relative to the row, stays what it is, about: stretches of a row are added up
-    with random signs, which are the same for all rows.
+    with random signs, which are the same for all rows. A single number is a row.
     """
-    return {
-        (path, tuple(dense.shape[1:])): _shortened(dense)
-        for path, tensor in _tensors(output)
-        if (dense := _dense(tensor.detach())).dim() > 0
-    }
+    found = ((path, _dense(tensor.detach())) for path, tensor in _tensors(output))
+    several = ((path, dense if dense.dim() else dense[None]) for path, dense in found)
+    return {(path, tuple(rows.shape[1:])): _shortened(rows) for path, rows in several}
 
 
 def _tensors(output: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import rp_batch
@@ -59,7 +60,6 @@ class CallSplitter:
         way = rp_batch.Way("inferred", 0, 0, "none")
         pattern = rp_batch.propose(args, kwargs).pattern
         proposals = rp_batch.Proposals(pattern, (rp_batch.Proposal(way, found.spec, found.batch_size),))
-        asked = Asked(
-            self._name, None, config, (args, kwargs), lambda parts: parts, fit_rows, is_loss=mode == "infer"
-        )
+        fit = partial(fit_rows, len(self._engine.host.state.layers) == 1)
+        asked = Asked(self._name, None, config, (args, kwargs), lambda parts: parts, fit, is_loss=mode == "infer")
         return self._divider.is_right(asked, proposals, count)

@@ -6,13 +6,16 @@ Which errors count as what:
 - What only some of its rows raise says that the layers do not take fewer rows, so this is no way to split them.
 - Where memory does not suffice, fewer rows are compared.
 - Interrupts, errors of other machines and the engine's own errors always reach the caller.
+
+In 16 bits outputs differ by roundings as by a sample's small influence on another. So what was found there is
+tried once more on a few rows, by layers whose weights are fp32 while they run. Where these cannot, it stands.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +23,7 @@ import rp_batch
 import torch
 from rp_engine import Arrivals, Engine, RoundPipeRunConfig, Runtime
 from rp_engine.errors import HostMemoryShort, RoundPipeError, add_note, class_name
-from rp_engine.wrapping import View, aside
+from rp_engine.wrapping import View, Widening, aside, is_narrow, widened
 from rp_transfer import is_out_of_memory
 from torch import nn
 
@@ -63,8 +66,9 @@ class Trial:
     """One call, to be tried in several ways of splitting it; nothing of that is seen outside.
 
     `arguments`: the pair (args, kwargs) of the call. `address`: makes the engine's arguments from those of each
-    microbatch. `view`: what is compared, see `rp_engine.execution.call.Aside`. `is_brief`: no more
-    rows are compared than those of the largest microbatch and the smallest.
+    microbatch. `view`: what is compared, and `widening`: makes layers compute in fp32, see
+    `rp_engine.execution.call.Aside`. `is_brief`: no more rows are compared than those of the largest microbatch
+    and the smallest.
     """
 
     engine: Engine
@@ -76,6 +80,7 @@ class Trial:
     fit: Fit
     view: View | None
     is_brief: bool
+    widening: Widening | None = None
 
     def first_that_fits(self, proposals: Sequence[rp_batch.Proposal], count: int) -> Found | str:
         """Return the first proposal whose merged outputs are the whole's, or why the likeliest one is none.
@@ -117,6 +122,47 @@ class Trial:
     def _is_training(self) -> bool:
         return any(module.training for root in self.modules for module in root.modules())
 
+    def is_narrow(self) -> bool:
+        """Return whether it computes in 16 bits."""
+        return bool(self._autocasts()) or any(map(is_narrow, (*self._inputs(), *self._weights())))
+
+    def wide(self) -> Trial:
+        """Return the same call in fp32."""
+        return replace(self, arguments=rp_batch.map_leaves(widened, self.arguments), widening=Widening())
+
+    def outputs(self, parts: rp_batch.Parts[Any]) -> list[Any]:
+        """Run the call in these parts."""
+        arrivals = Arrivals(self.runtime.backend, self.arguments)
+        config = replace(self.config, merge_output=None, output_device=None)
+        with self._without_autocast() if self.widening is not None else nullcontext():
+            return self.engine.forward_aside(self.address(parts), arrivals, config, self.view, self.widening)
+
+    def tolerance(self, whole: torch.Tensor) -> float:
+        """Return how far parts may be from a tensor of the whole."""
+        backend, dtypes = self.runtime.backend, {one.dtype for one in (whole, *self._inputs())}
+        if self.widening is None:
+            return tolerance({*dtypes, *(one.dtype for one in self._weights())}, backend, self.modules)
+        with self._without_autocast():
+            return tolerance({torch.float32, *dtypes, *self.widening.rounds_to}, backend, self.modules)
+
+    def _inputs(self) -> list[torch.Tensor]:
+        return [leaf for leaf in rp_batch.flatten(self.arguments)[0] if isinstance(leaf, torch.Tensor)]
+
+    def _weights(self) -> Iterator[torch.Tensor]:
+        return (tensor for module in self.modules for tensor in module.parameters())
+
+    def _autocasts(self) -> list[str]:
+        """Return the kinds of devices for which autocast is on."""
+        kinds = dict.fromkeys(device.torch_device.type for device in self.runtime.backend.devices)
+        return [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+
+    @contextmanager
+    def _without_autocast(self) -> Generator[None]:
+        with ExitStack() as stack:
+            for kind in self._autocasts():
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
+
 
 @contextmanager
 def _evaluating(modules: Sequence[nn.Module], kinds: tuple[type[nn.Module], ...]) -> Generator[bool]:
@@ -148,6 +194,8 @@ class _Round:
         self._is_too_large = False
         # The arguments of the latest run in one piece, and what came out.
         self._latest: tuple[Any, Any] | None = None
+        # The latest comparison of the same in fp32.
+        self._wide: _Round | None = None
 
     def first_that_fits(self, proposals: Sequence[rp_batch.Proposal], count: int) -> Found | str:
         """See `Trial.first_that_fits`."""
@@ -172,7 +220,8 @@ class _Round:
         reason = ""
         for rows in _fewer_and_fewer(sizes, is_brief=self._trial.is_brief):
             try:
-                return self._fitted(proposal, rows, sum(sizes))
+                found = self._fitted(proposal, rows, sum(sizes))
+                return self._confirmed(found, sizes) if self._trial.is_narrow() else found
             except Misfit as error:
                 return str(error)
             except Exception as error:
@@ -181,8 +230,26 @@ class _Round:
                 reason = f"{class_name(error)} in one piece: {error}"
         return reason
 
+    def _confirmed(self, found: Found, sizes: Sequence[int]) -> Found:
+        """Return how the outputs of a few rows merge in fp32; what was `found` if layers cannot compute in it.
+
+        Raises `Misfit` if they do not.
+        """
+        self._wide = wide = _Round(self._trial.wide(), self._set_back, is_as_called=False)
+        for rows in _fewer_and_fewer(sizes, is_brief=True):
+            try:
+                return replace(wide._fitted(found.proposal, rows, sum(sizes)), is_sure=found.is_sure)
+            except Misfit:
+                raise
+            except Exception as error:
+                if isinstance(error, RoundPipeError) and not _lacks_memory(error):
+                    raise
+        return found
+
     def is_random(self) -> bool:
         """Return whether the latest run in one piece gives something else with other random numbers."""
+        if self._wide is not None:
+            return self._wide.is_random()
         if self._latest is None:
             # Nothing fits on a device in one piece: other random numbers cannot be excluded.
             return True
@@ -190,7 +257,7 @@ class _Round:
         is_whole = arguments is self._trial.arguments
         other = self._in_one_piece(arguments, is_whole=is_whole, seed=random.getrandbits(32))
         try:
-            rp_batch.fit(output, other, (1,), tolerance=self._tolerance)
+            rp_batch.fit(output, other, (1,), tolerance=self._trial.tolerance)
         except rp_batch.MergeError:
             return True
         return False
@@ -200,7 +267,7 @@ class _Round:
         self._latest = arguments, whole = self._first_rows(proposal, sum(rows), of)
         try:
             parts = rp_batch.split(arguments, len(rows), proposal.spec, sizes=rows)
-            merging = self._trial.fit(whole, self._run(parts), rows, self._tolerance)
+            merging = self._trial.fit(whole, self._run(parts), rows, self._trial.tolerance)
             return Found(proposal, merging, is_sure=not are_alike(arguments, proposal.spec, sum(rows)))
         except rp_batch.BatchError as error:
             raise Misfit(str(error)) from None
@@ -248,16 +315,7 @@ class _Round:
         if seed is not None:
             torch.default_generator.manual_seed(seed)
             random.seed(seed)
-        trial = self._trial
-        arrivals = Arrivals(trial.runtime.backend, trial.arguments)
-        config = replace(trial.config, merge_output=None, output_device=None)
-        return trial.engine.forward_aside(trial.address(parts), arrivals, config, trial.view)
-
-    def _tolerance(self, whole: torch.Tensor) -> float:
-        trial = self._trial
-        inputs = [leaf for leaf in rp_batch.flatten(trial.arguments)[0] if isinstance(leaf, torch.Tensor)]
-        weights = [tensor for module in trial.modules for tensor in module.parameters()]
-        return tolerance(whole, [*inputs, *weights], trial.runtime.backend)
+        return self._trial.outputs(parts)
 
 
 def _lacks_memory(error: BaseException) -> bool:

@@ -18,6 +18,7 @@ PER_CALL: Mapping[str, str] = MappingProxyType(
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "CARTRIDGE": "passes a key-value cache, which all microbatches would write",
+        "PREFIX_TUNING": "passes its prefixes in a key-value cache, which all microbatches would write",
         "POLY": "hands task_ids to its layers by hooks for one call, which devices do not run",
         "XLORA": "hands scalings to its layers by hooks for one call, which devices do not run",
         "SHADOW": "carries a second state from layer to layer in an object, whose tensors would get no gradients",
@@ -29,9 +30,9 @@ _VELORA = (
 )
 
 
-def refuse_adapters(model: nn.Module) -> None:
-    """Raise `ValueError` for a PEFT model of a method that does not run on devices."""
-    configs = getattr(model, "peft_config", None)
+def refuse_adapters(module: nn.Module) -> None:
+    """Raise `ValueError` if a module is a PEFT model of a method that does not run on devices."""
+    configs = getattr(module, "peft_config", None)
     for config in cast("Mapping[str, Any]", configs).values() if isinstance(configs, Mapping) else ():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         velora = getattr(config, "velora_config", None)

@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
 
+from roundpipe.models.adapters import refuse_adapters
 from roundpipe.models.calls.surroundings import odd
 
 
@@ -22,6 +23,7 @@ def refuse_unfit(model: nn.Module) -> None:
     for name, module in named_modules(model):
         where = f"{name or 'the model'!r} ({type(module).__name__})"
         _refuse_module(where, module)
+        refuse_adapters(module)
         for own, tensor in module.named_parameters(recurse=False):
             _refuse_tensor(where, f"parameter {own!r}", tensor)
         for own, tensor in module.named_buffers(recurse=False):

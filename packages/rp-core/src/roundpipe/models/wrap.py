@@ -16,7 +16,7 @@ from rp_stand_in import narrowed
 from rp_transfer import MappedFiles, group
 from torch import nn
 
-from roundpipe.models.adapters import PER_CALL, adds_to_outputs, base_of, refuse_adapters
+from roundpipe.models.adapters import PER_CALL, adds_to_outputs, base_of
 from roundpipe.models.auto import AutoRoundPipe, not_a_row
 from roundpipe.models.base import wrappers
 from roundpipe.models.partition import Rules, Splitter, flat_row, module_bytes
@@ -89,7 +89,6 @@ def wrap_model_to_roundpipe(
     """
     _check(model, use_sequential_preset, lower_threshold, upper_threshold, skip_modules)
     check_not_packed_by_others(model)
-    refuse_adapters(model)
     name = caller() if name is None else name
     options = WrapOptions(
         optim_dtype=optim_dtype,

@@ -34,6 +34,7 @@ from rp_engine.planning.call_log import CallTime
 from rp_engine.runtime.launcher import wait_until
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.settings.run_config import RoundPipeRunConfig
+from rp_engine.widening import Widening
 
 _Result = TypeVar("_Result")
 
@@ -248,10 +249,18 @@ class Engine:
             raise
 
     def forward_aside(
-        self, parts: rp_batch.Parts[Any], arrivals: Arrivals, config: RoundPipeRunConfig, view: View | None
+        self,
+        parts: rp_batch.Parts[Any],
+        arrivals: Arrivals,
+        config: RoundPipeRunConfig,
+        view: View | None,
+        widening: Widening | None = None,
     ) -> list[Any]:
-        """Return the outputs of all microbatches, or what `view` makes of them; call it inside `engine.aside`."""
-        launch = partial(self._aside, Batch.of(parts, arrivals, wants_grad=False), config, Aside(view))
+        """Return the outputs of all microbatches, or what `view` makes of them; call it inside `engine.aside`.
+
+        `widening`: makes layers of 16-bit weights compute in fp32.
+        """
+        launch = partial(self._aside, Batch.of(parts, arrivals, wants_grad=False), config, Aside(view, widening))
         return [packet.tree() for packet in self._runtime.launch(launch)]
 
     @contextmanager

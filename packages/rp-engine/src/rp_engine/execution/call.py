@@ -20,6 +20,7 @@ from rp_engine.device.memory.kept_weights import Kept, NoneKept
 from rp_engine.device.packet import Packet
 from rp_engine.execution.losses import LossesSeen
 from rp_engine.settings.run_config import Grain, Launch
+from rp_engine.widening import Widening
 
 _NUMBERS = itertools.count()
 _NONE_KEPT = NoneKept()
@@ -94,10 +95,12 @@ class Aside:
     output leaves it.
     `holds_state`: its arguments hold state that layers write, such as a key-value cache, whose tensors stay on the
     devices: it runs there as one microbatch, and no layer runs twice. `stays`: its output stays, too. `kept`: for
-    each device, the weights that stay there from call to call; empty: none do.
+    each device, the weights that stay there from call to call; empty: none do. `widening`: makes layers compute in
+    fp32; None: they compute as they do.
     """
 
     view: View | None = None
+    widening: Widening | None = None
     holds_state: bool = False
     kept: tuple[Kept, ...] = ()
     stays: bool = False
@@ -144,6 +147,11 @@ class Call:
     def holds_state(self) -> bool:
         """See `Aside`."""
         return self.aside is not None and self.aside.holds_state
+
+    @property
+    def widening(self) -> Widening | None:
+        """See `Aside`."""
+        return None if self.aside is None else self.aside.widening
 
     def kept(self, device: int) -> Kept:
         """Return the weights that stay on a device from call to call."""

@@ -69,5 +69,7 @@ class LayerFacts:
 
 def wants_examination(call: Call, layer: int) -> bool:
     """Whether a layer has not been examined often enough for such a call."""
+    if call.holds_state or call.widening is not None:
+        return False
     seen = call.habits.examined
-    return not call.holds_state and max(seen[layer, True], seen[layer, call.with_grad]) < _EXAMINATIONS
+    return max(seen[layer, True], seen[layer, call.with_grad]) < _EXAMINATIONS

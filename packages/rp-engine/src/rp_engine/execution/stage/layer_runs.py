@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
-from rp_recompute.attributes import ModuleCopy
+from rp_recompute.attributes import ModuleCopy, attributes_of, changes
 from rp_recompute.copies import copied
 from rp_recompute.examination import Subject, examined
 from rp_recompute.precision import least_precise
@@ -32,6 +32,7 @@ from rp_engine.execution.shortage.slots import TaskSlots
 from rp_engine.execution.stage.activity import TaskActivity
 from rp_engine.execution.stage.layer_facts import LayerFacts, wants_examination
 from rp_engine.execution.stage.workplace import Workplace
+from rp_engine.widening import Widening
 
 _FORWARD = "in {0}, forward, microbatch {1}"
 _COMPARISON = "in {0}, recomputation to compare with forward, microbatch {1}"
@@ -135,8 +136,23 @@ class LayerRuns:
             if run.recomputes
             else self._memory.first(layer, run.microbatch, also)
         )
-        with memory:
+        with memory, NOTHING if (widening := self._call.widening) is None else self._widened(run, widening):
             return self._watched(run) if run.facts.is_watched else run.output()
+
+    @contextmanager
+    def _widened(self, run: _Run, widening: Widening) -> Generator[None]:
+        """Let a layer compute in fp32; what it keeps of that, such as a cached table, goes with its twin."""
+        layer = run.facts.index
+        before = attributes_of(self._parts(layer))
+        try:
+            with widening.of(run.twin):
+                yield
+        finally:
+            if changes(before, attributes_of(self._parts(layer))):
+                self._twins.spoil(layer)
+
+    def _parts(self, layer: int) -> list[ModuleCopy]:
+        return [ModuleCopy(*each) for each in self._twins.parts(layer)]
 
     def _watched(self, run: _Run) -> Any:
         layer = run.facts.index
@@ -201,7 +217,7 @@ class LayerRuns:
         is_first = not call.habits.examined[layer, call.with_grad]
         return Subject(
             name=call.where(layer),
-            modules=[ModuleCopy(*each) for each in self._twins.parts(layer)],
+            modules=self._parts(layer),
             dtype=self._precision(twin),
             is_exact=self._abilities.repeats_exactly,
             compares=call.with_grad and call.randomness is not None and is_first,
@@ -245,7 +261,8 @@ class LayerRuns:
         # A seed of its own: the recomputation skips `prepare` and must still draw the numbers of forward.
 
         def body() -> Any:
-            with self._twins.expanded(layer):
+            wide = NOTHING if (widening := self._call.widening) is None else self._widened(run, widening)
+            with wide, self._twins.expanded(layer):
                 return prepare(*args, **kwargs)
 
         found = self.seeded(Drawer("prepare", layer), run.microbatch, body, recomputes=False)
