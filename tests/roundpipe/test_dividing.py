@@ -483,6 +483,31 @@ def test_outputs_of_another_structure_than_at_the_trial_are_tried_anew(two):
     torch.testing.assert_close(mean, first.mean())
 
 
+@pytest.mark.parametrize("scale", [torch.mean, torch.sum])
+def test_outputs_that_were_equal_in_all_microbatches_at_the_trial_may_differ_later(two, scale):
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.norm = nn.Parameter(torch.zeros(())), nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.norm(x), scale(x * self.gate)
+
+    model = Holder(Gate())
+    wrapped, x = apart(model, two), torch.randn(6, WIDTH)
+    wrapped(x)
+    with torch.no_grad():
+        model.part.gate.fill_(0.5)
+
+    with told() as whole:
+        _, found = wrapped(x)
+
+    torch.testing.assert_close(found, scale(x * 0.5))
+    assert whole == []
+    # No microbatch has run twice.
+    assert model.part.norm.num_batches_tracked == 6
+
+
 def test_a_spec_of_the_user_is_followed_without_a_trial(two):
     calls: Counter[str] = Counter()
     model = Holder(Counting(calls))

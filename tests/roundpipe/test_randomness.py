@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from forking import Checkpointed, state_after_a_call, trained
@@ -141,6 +143,64 @@ def test_evaluation_and_steps_leave_the_callers_generator_alone(runtime: Runtime
     model.step(lambda: None)
     model.synchronize()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class DrawsAlways(Noise):
+    """Draws from torch, Python and NumPy in every mode."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + random.random() + float(np.random.rand())
+
+
+@pytest.mark.usefixtures("samples_first")
+@pytest.mark.parametrize("way", ["forward", "loss"])
+def test_what_layers_draw_in_evaluation_does_not_depend_on_the_devices_and_advances_the_generator_once(
+    way: str,
+) -> None:
+    def evaluated(devices: str) -> list[Any]:
+        torch.manual_seed(0)
+        row = nn.Sequential(*(DrawsAlways() for _ in range(4)), nn.Linear(4, 3)).eval()
+        config = RoundPipeRunConfig(num_microbatch=4)
+        found = []
+        with Runtime(devices) as runtime, torch.no_grad():
+            model, (x, y) = RoundPipe(row, runtime=runtime, model_run_config=config), batch(8)
+            # The first call looks whether anything draws.
+            for seed in (5, None, 5):
+                if seed is not None:
+                    torch.manual_seed(seed)
+                found.append(model(x) if way == "forward" else model.loss((x,), None, y, square_error))
+                found.append(torch.rand(()))
+        return found
+
+    wanted = evaluated("cpu:1")
+    python, numpy = random.getstate(), np.random.get_state()[1].copy()
+
+    for devices in ("cpu:2", "cpu:3"):
+        assert_near(evaluated(devices), wanted, 1e-6)
+    first, after_first, second, _, third, after_third = wanted
+    assert torch.equal(first, third)
+    assert not torch.equal(first, second)
+    assert after_first == after_third
+    assert random.getstate() == python
+    assert (np.random.get_state()[1] == numpy).all()
+
+
+@pytest.mark.usefixtures("samples_first")
+def test_a_model_that_draws_in_evaluation_can_be_evaluated_inside_of_a_layer(two: Runtime) -> None:
+    inner = RoundPipe(nn.Sequential(DrawsAlways()).eval(), runtime=Runtime("cpu"))
+    # Not a submodule: devices have copies of these.
+    teacher = [inner]
+
+    class Student(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                told = teacher[0](x)
+            return super().forward(x) + told
+
+    with inner.runtime:
+        model = RoundPipe(nn.Sequential(Student(4, 4)), runtime=two)
+        model.forward_backward((batch(2)[0],), loss_fn=lambda out, _: out.sum())
+        model.synchronize()
 
 
 def test_the_callers_seed_decides(two: Runtime) -> None:

@@ -10,8 +10,6 @@ import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
 from torch import nn
 
-from fuzzing.kinds.impure import DRAWS
-from fuzzing.kinds.layers import BY_MICROBATCH, WRITES_BUFFERS
 from fuzzing.program import DTYPES, Op, Program
 from fuzzing.sides import SCALE, Batch, flattened, freeze, losses, optimizer_of, some_module, state_of
 
@@ -72,14 +70,8 @@ class Ours:
                 return wrap_model_to_roundpipe(self.module, model_run_config=config, **options)
 
     def _planned(self, config: RoundPipeRunConfig, layers: int) -> RoundPipeRunConfig:
-        said = RoundPipeRunConfig(execute_plan=self.program.execute_plan(layers), split_input=self._split())
-        return said.over(config)
-
-    def _split(self) -> Any:
-        """How inputs are split: said where layers give microbatches something else than the batch in one piece."""
-        differs = BY_MICROBATCH | WRITES_BUFFERS | DRAWS.keys()
-        is_said = self.program.wrap == "row" and not differs.isdisjoint(self.program.segments)
-        return _samples_first if is_said else None
+        split = _samples_first if self.program.says_split else None
+        return RoundPipeRunConfig(execute_plan=self.program.execute_plan(layers), split_input=split).over(config)
 
     def _make_optimizer(self) -> None:
         self.optimizer = optimizer_of(self.program.optimizer, list(self.model.optim_parameters()), plain=False)

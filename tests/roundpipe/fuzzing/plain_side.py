@@ -1,4 +1,4 @@
-"""A program in plain PyTorch: microbatch by microbatch where it is a row, whole where it is taken apart."""
+"""A program in plain PyTorch: microbatch by microbatch where it says how it is split, otherwise whole."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Plain:
 
     def _microbatches(self, rows: int) -> Iterator[slice]:
         devices = int(self.program.devices.removeprefix("cpu:"))
-        # Only what is declared to be a row is split unseen: any other model has the numbers of the whole batch.
-        count = min(self.program.microbatches or devices + 1, rows) if self.program.wrap == "row" else 1
+        # Only what says how it is split is split unseen: any other model has the numbers of the whole batch.
+        count = min(self.program.microbatches or devices + 1, rows) if self.program.says_split else 1
         begin = 0
         for place in range(count):
             end = begin + rows // count + (place < rows % count)

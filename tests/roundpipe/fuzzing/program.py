@@ -91,6 +91,12 @@ class Program:
     def is_apart(self) -> bool:
         return self.family == "apart"
 
+    @property
+    def says_split(self) -> bool:
+        """Whether it says that samples are first, as where microbatches give something else than the batch."""
+        differs = layers.BY_MICROBATCH | layers.WRITES_BUFFERS | impure.DRAWS.keys()
+        return self.wrap == "row" and not differs.isdisjoint(self.segments)
+
     def module(self) -> nn.Module:
         """The user's model, always the same numbers."""
         torch.default_generator.manual_seed(self.seed)

@@ -85,10 +85,7 @@ def _alike_elsewhere(program: Program, found: list[Record]) -> Verdict:
         _, other = _ours(elsewhere)
         if other[-1].error is not None:
             return Verdict("wrong", f"on {devices}, with the default plan: {_told(other[-1])}")
-        # What evaluation draws is not seeded.
-        trains = [number for number, record in enumerate(found) if record.op.what not in ("eval", "no grad")]
-        ours, theirs = ([records[number] for number in trains] for records in (found, other))
-        if (difference := _first_difference(program, theirs, ours)) is not None:
+        if (difference := _first_difference(program, other, found)) is not None:
             return Verdict("wrong", f"on {devices}, with the default plan, numbers are others: {difference}")
     return Verdict("equal")
 

@@ -6,6 +6,7 @@ from rp_batch.hidden import is_plain, tensors_inside
 from rp_batch.merging.distance import distance
 from rp_batch.merging.fit import fit
 from rp_batch.merging.merge import merge
+from rp_batch.same import are_same
 from rp_batch.sizes import part_sizes
 from rp_batch.spec import Concat, Equal, First, Mean, Parts, Ragged, Reduce, Replicate, Split, Sum
 from rp_batch.splitting.infer import Inferred, Why, infer
@@ -38,6 +39,7 @@ __all__ = [
     "Sum",
     "Way",
     "Why",
+    "are_same",
     "distance",
     "fit",
     "flatten",

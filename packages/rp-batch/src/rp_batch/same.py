@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-__all__ = ["differing", "same"]
+__all__ = ["are_same", "differing", "same"]
 
 
 def same(left: Any, right: Any) -> bool:
@@ -29,6 +29,15 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, (list, tuple)):
         return _same_sequences(cast("Sequence[Any]", left), right)
     return _same_objects(left, right)
+
+
+def are_same(values: Sequence[Any]) -> bool:
+    """Return whether all these values are equal, as `Equal()` asks of what the parts have at one place.
+
+    >>> are_same([torch.ones(2), torch.ones(2)]), are_same([1, 2])
+    (True, False)
+    """
+    return all(value is values[0] or same(values[0], value) for value in values)
 
 
 def differing(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:

@@ -44,6 +44,20 @@ def draw_seed() -> int:
     return int(torch.randint(1 << 62, (), device="cpu").item())
 
 
+def peek_seed() -> int:
+    """Return what `draw_seed` would draw, and leave the generator as it was."""
+    callers = _state()
+    try:
+        return draw_seed()
+    finally:
+        _set_state(callers)
+
+
+def may_draw_seed() -> bool:
+    """Return whether `draw_seed` draws here, where no layer or loss function of another model runs."""
+    return not _HELD.get()
+
+
 class Drawer(NamedTuple):
     """A consumer of random numbers: a layer, its `prepare`, or the loss function. Each gets its own seed."""
 
@@ -349,9 +363,13 @@ class Randomness:
         drawer, microbatch = place
         return mix(self.seed, drawer.place(self._num_layers), self._first + microbatch)
 
+    def has_drawn(self) -> bool:
+        """Return whether any drawer of the call drew from a generator."""
+        return bool(self.drew or self.drew_on_device)
+
     def uses_generators(self) -> bool:
         """Return whether any layer drew, or read the state, so that it will use a generator again in backward."""
-        return bool(self.drew or self.drew_on_device or self.read)
+        return self.has_drawn() or bool(self.read)
 
     def _beside_others(
         self, device: torch.Generator, place: _Place, body: Callable[[], _Result]

@@ -276,12 +276,17 @@ def _column_major(x: torch.Tensor) -> torch.Tensor:
     return x.t().clone(memory_format=torch.contiguous_format).t()
 
 
+def _column_major_with_gaps(x: torch.Tensor) -> torch.Tensor:
+    # No number of rows makes it contiguous, as one row does a tensor without gaps.
+    return torch.stack([x.t(), x.t()], 2)[..., 0].t()
+
+
 def _by_strides(x: torch.Tensor) -> torch.Tensor:
     return x * (1.5 if x.is_contiguous() else 0.5)
 
 
 def _chunk(x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([x, x + 1], dim=1)[:, 1 : WIDTH + 1]
+    return torch.cat([x, x + 1], dim=1)[:, 1::2]
 
 
 def _expanded(x: torch.Tensor) -> torch.Tensor:
@@ -363,7 +368,7 @@ UNUSUAL: dict[str, Make] = {
     "weight norm": one(lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
     "spectral norm": one(lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))),
     "column major": after(_column_major, torch.tanh),
-    "by strides": after(_column_major, _by_strides),
+    "by strides": after(_column_major_with_gaps, _by_strides),
     "view by strides": after(_chunk, _by_strides),
     "expanded": after(_expanded, _by_strides),
     "in place": written(lambda x: x.mul_(0.5)),

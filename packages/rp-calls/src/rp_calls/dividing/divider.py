@@ -65,17 +65,36 @@ ROW = Manner(
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """A call in microbatches. `merging`: the spec that merges its outputs, if a trial of this `kind` found it."""
+    """A call in microbatches. `merging`: the spec that merges its outputs, if a trial of this `kind` found it.
+
+    `way`: how it is split, if a trial found it.
+    """
 
     parts: rp_batch.Parts[Any]
     merging: Any = None
     kind: Hashable = None
+    way: rp_batch.Way | None = None
 
     def fits(self, outputs: Sequence[Any]) -> bool:
-        """Return whether the outputs have the structure that they had at the trial."""
-        return self.merging is None or all(
-            rp_batch.flatten(output)[1] == rp_batch.flatten(self.merging)[1] for output in outputs
+        """Return whether the outputs are as they were at the trial: in structure, and in what is equal in all.
+
+        >>> divided = Divided(rp_batch.Parts([1, 2]), (rp_batch.Concat(), rp_batch.Equal()))
+        >>> [divided.fits([(x, 2), (x, y)]) for x, y in ((0, 2), (0, 3), ([], 2))]
+        [True, False, False]
+        """
+        if self.merging is None:
+            return True
+        rules, structure = rp_batch.flatten(self.merging)
+        leaves, structures = zip(*map(rp_batch.flatten, outputs), strict=True)
+        return all(map(structure.__eq__, structures)) and all(
+            rp_batch.are_same(column)
+            for rule, column in zip(rules, zip(*leaves, strict=True), strict=True)
+            if isinstance(rule, rp_batch.Equal)
         )
+
+    def is_alike(self, other: Divided) -> bool:
+        """Return whether the other one has the same microbatches."""
+        return (self.way, self.parts.sizes) == (other.way, other.parts.sizes)
 
 
 class Divider:
@@ -102,7 +121,7 @@ class Divider:
         chosen = next((each for each in proposals.found if each.way == division.way), None)
         if chosen is None:
             return Divided(in_one_piece(asked.name, asked.arguments, asked.config))
-        return Divided(rp_batch.split(asked.arguments, count, chosen.spec), division.merging, kind)
+        return Divided(rp_batch.split(asked.arguments, count, chosen.spec), division.merging, kind, chosen.way)
 
     def is_right(self, asked: Asked, proposals: rp_batch.Proposals, count: int) -> bool:
         """Return whether the call can be split as proposed, into this many microbatches."""
@@ -116,7 +135,7 @@ class Divider:
         return kind, found
 
     def forget(self, divided: Divided) -> None:
-        """Try calls of this kind anew: this one returned another structure than at the trial."""
+        """Try calls of this kind anew: this one returned something else than at the trial, see `Divided.fits`."""
         self._divisions.forget(divided.kind)
 
     def _trains(self, asked: Asked) -> bool:

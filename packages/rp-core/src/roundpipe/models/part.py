@@ -128,20 +128,23 @@ class Part(RoundPipe):
         if config.split_input is None:
             args, kwargs = _input_first(self._inputs[name], args, kwargs)
         call = _Call(name, config, wanted(self.members))
-        divided, outputs = self._divided_run(args, kwargs, call)
-        if not divided.fits(outputs):
-            self._dividing.forget(divided)
-            divided, outputs = self._divided_run(args, kwargs, call)
-        return self._joined(outputs, divided, call)
-
-    def _divided_run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: _Call
-    ) -> tuple[Divided, list[Any]]:
-        """Run a call in microbatches; return them and their outputs."""
         arrivals = Arrivals(self.runtime.backend, (args, kwargs))
         divided = self._divide(args, kwargs, arrivals, call)
+        outputs = self._outputs(divided, arrivals, call)
+        # What stays in microbatches may not have arrived yet, and need not fit.
+        if config.merge_output is False or divided.fits(outputs):
+            return self._joined(outputs, divided, call)
+        self._dividing.forget(divided)
+        again = self._divide(args, kwargs, arrivals, call)
+        if not again.is_alike(divided):
+            # Otherwise the outputs stand, and buffers are written once.
+            outputs = self._outputs(again, arrivals, call)
+        return self._joined(outputs, again, call)
+
+    def _outputs(self, divided: Divided, arrivals: Arrivals, call: _Call) -> list[Any]:
+        """Run a call in microbatches; return their outputs."""
         with self._doubting(divided.parts):
-            return divided, self._run(self._addressed(divided.parts, call), arrivals, call.config)
+            return self._run(self._addressed(divided.parts, call), arrivals, call.config)
 
     def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any], arrivals: Arrivals, call: _Call) -> Divided:
         """Split a call as its settings say or, if they leave that open, as values show to be right."""

@@ -327,7 +327,8 @@ class RoundPipe(RoundPipeBase):
 
         The layers run under `torch.no_grad()` with the training flags that they have: call `eval()` for an
         evaluation. If any module is in training mode, the call draws a seed from the caller's generator, as
-        `forward_backward` does, so dropout drops the same. In evaluation mode the call draws nothing.
+        `forward_backward` does, so dropout drops the same. In evaluation mode the call draws nothing, unless a
+        layer draws all the same.
 
         Returns the sum of the losses over the microbatches, 0-dim on the host, or a list of such sums: on the same
         weights, flags and seeds, the number that `forward_backward` returns with as many microbatches, to the bit,

@@ -72,8 +72,8 @@ class Engine:
         return self._telling_early(self._training_call, _always)
 
     def telling_loss(self) -> AbstractContextManager[None]:
-        """Return the same for a loss without gradients, which draws a seed in training mode only."""
-        return self._telling_early(self._loss_call, self.host.is_training)
+        """Return the same for a loss without gradients, which may draw no seed."""
+        return self._telling_early(self._loss_call, self.host.draws_seed)
 
     def telling_forward(self, config: RoundPipeRunConfig, arguments: Any) -> AbstractContextManager[None]:
         """Return the same for a forward, if it is one that machines share."""
@@ -183,6 +183,7 @@ class Engine:
                 self.host.get_ready(training=False, regroups=with_grad)
                 run = self._runs.start("train" if with_grad else "infer", batch, config, numbers=numbers)
                 outputs = run.outputs(wait=config.merge_output is not False)
+                self._runs.settle_draws(run, numbers)
                 warn_of_shortages(run)
             with _aborting(run):
                 outputs = self._outputs_of_all(run, shared, outputs)
@@ -315,6 +316,7 @@ class Engine:
             self.host.get_ready(training=False)
             run = self._runs.start_aside(batch, config, aside)
             outputs = run.outputs(wait=True)
+            self._runs.settle_draws(run)
             if aside.holds_state:
                 # The next call's tasks depend on the weights that stay. And nobody holds the state for this one.
                 run.wait()
@@ -431,12 +433,12 @@ class Engine:
         """Return what sums the losses of all machines, and the outputs if `keep`."""
         with in_call("loss", self._name):
             with shared.telling():
-                # In evaluation mode no seed is used, and the generators stay as they are.
-                numbers = shared.numbers(self.host.is_training)
+                numbers = shared.numbers(self.host.draws_seed)
                 _refuse_divided(batch, shared, keep=keep)
                 self.host.get_ready(training=False, regroups=False)
                 run = self._runs.start("infer", batch, config, loss_fn, keep=keep, numbers=numbers)
                 losses, outputs = run.losses(), run.outputs(wait=config.merge_output is not False)
+                self._runs.settle_draws(run, numbers)
                 warn_of_shortages(run)
             return self._losses_of_all(run, shared, losses), outputs
 

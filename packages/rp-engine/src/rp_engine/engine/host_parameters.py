@@ -116,9 +116,10 @@ class HostParameters:
         """Return whether any parameter of the layers requires grad now."""
         return any(parameter.requires_grad for module in self._modules() for parameter in module.parameters())
 
-    def is_training(self) -> bool:
-        """Return whether any module of the layers is in training mode now, so that a call draws a seed."""
-        return any(one.training for module in self._modules() for one in module.modules())
+    def draws_seed(self) -> bool:
+        """Return whether a call draws a seed: a module trains now, or some draw in evaluation mode, too."""
+        is_training = any(one.training for module in self._modules() for one in module.modules())
+        return is_training or self.state.habits.evaluates_randomly is True
 
     # One model's share of the methods of `WholeModel`
 

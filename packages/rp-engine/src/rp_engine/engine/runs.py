@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from rp_errors import warn_user
-from rp_recompute.randomness import Randomness, draw_seed
+from rp_recompute.randomness import Randomness, draw_seed, may_draw_seed, peek_seed
 from rp_sched import Mode, Task
 from rp_state.model_state import HostOptions
 from torch import nn
@@ -92,7 +92,7 @@ class Runs:
         else:
             tasks = self.planner.tasks_aside(config, batch.size)
         self._admit("infer", tasks, batch, keeps_outputs=aside.view is None)
-        call = replace(self._call("infer", batch, config, None, keep=True, numbers=None), aside=aside)
+        call = self._call("infer", batch, config, None, keep=True, numbers=None, aside=aside)
         run = self._followed(call, tasks, batch)
         run.start(None)
         return run
@@ -142,16 +142,17 @@ class Runs:
         *,
         keep: bool,
         numbers: Numbers | None,
+        aside: Aside | None = None,
     ) -> Call:
         state, with_grad = self.host.state, mode != "infer"
         compares = with_grad and state.num_runs % _COMPARED_EACH == _COMPARED_EACH // 2
         if compares:
             # Also whether layers draw from Python's generators is looked at anew.
             state.habits = replace(state.habits, not_drawing=set(), sources={})
-        random = with_grad or any(flag for flags in state.flags for flag in flags)
+        draws = config.preserve_rng_state is not False and self._draws(aside, with_grad=with_grad)
         randomness = None
-        if random and config.preserve_rng_state is not False:
-            numbers = numbers or Numbers(0, draw_seed())
+        if draws is not False:
+            numbers = numbers or Numbers(0, draw_seed() if draws else peek_seed())
             randomness = Randomness(numbers.seed, len(state.layers), state.habits, numbers.first)
         return Call(
             name=self._name,
@@ -169,11 +170,37 @@ class Runs:
             keep_outputs=keep,
             waits=config.merge_output is not False,
             habits=state.habits,
+            looks=draws is None,
             compares=compares and randomness is not None,
-            launch=config.launch or "eager",
-            products=self._products(config),
+            aside=aside,
+            # Later calls have no seed, so graphs of this one would not be theirs.
+            launch="eager" if draws is None else config.launch or "eager",
+            # In fp32 nothing multiplies in FP8.
+            products=None if aside is not None and aside.widening is not None else self._products(config),
             first_microbatch=0 if numbers is None else numbers.first,
         )
+
+    def _draws(self, aside: Aside | None, *, with_grad: bool) -> bool | None:
+        """Return whether a call has a seed; None: in evaluation mode, only if it turns out that anything draws."""
+        if with_grad or any(flag for flags in self.host.state.flags for flag in flags):
+            return True
+        # A layer that draws unexpectedly runs again, which state that it writes does not allow. And the layer of
+        # another model inside of which this call is made has the generators to itself.
+        if (aside is not None and aside.holds_state) or not may_draw_seed():
+            return False
+        return self.host.state.habits.evaluates_randomly
+
+    def settle_draws(self, run: Run, numbers: Numbers | None = None) -> None:
+        """After a call that looks: note what it has shown, and draw its seed if that was used.
+
+        `numbers`: those that the call was given.
+        """
+        call = run.call
+        if not call.looks or call.randomness is None:
+            return
+        call.habits.evaluates_randomly = call.randomness.has_drawn()
+        if call.habits.evaluates_randomly and numbers is None:
+            draw_seed()
 
     def _products(self, config: RoundPipeRunConfig) -> Fp8Products | None:
         found = self._computing.products(config.compute)

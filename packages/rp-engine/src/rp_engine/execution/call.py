@@ -113,7 +113,8 @@ class Call:
     `flags`: the `training` flags of each layer's modules at launch. `randomness`: None if the call does not seed
     random numbers. `spare_bytes`: the memory left free on each device while the call runs. `waits`: whether the
     caller waits until the results are on the host. `first_microbatch`: the number of this machine's first one.
-    `habits`: what layers were seen to do when the call was launched. `compares`: whether what layers recompute is
+    `habits`: what layers were seen to do when the call was launched. `looks`: whether it shows if anything draws
+    in evaluation mode, and has a seed that is drawn only if so. `compares`: whether what layers recompute is
     compared with what forward gave, which `recomputed` tells when the call is over. `aside`: None for a call
     of the user's. `launch`: see `RoundPipeRunConfig`. `products`: which linear layers multiply in FP8.
     `number`: no other call of the process has it.
@@ -135,6 +136,7 @@ class Call:
     waits: bool = True
     first_microbatch: int = 0
     habits: Habits = field(default_factory=Habits)
+    looks: bool = False
     compares: bool = False
     aside: Aside | None = None
     launch: Launch = "eager"

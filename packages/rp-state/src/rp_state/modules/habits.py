@@ -16,8 +16,9 @@ class Habits:
     draws from. `examined`: how often each layer was examined for what leaves it beside its output, in calls
     without gradients (False) and with them (True). `writers`: drawers that write their input in place.
     `drawing_on_device`: drawers that were seen to draw from a device's generator. `told`: why layers run
-    without graphs, as it was logged. `looks`:
-    how often objects of a class, in what a layer takes or returns, were looked into.
+    without graphs, as it was logged. `evaluates_randomly`: whether anything draws though all modules are in
+    evaluation mode; None: not seen yet. `looks`: how often objects of a class, in what a layer takes or returns,
+    were looked into.
 
     >>> Habits().not_drawing
     set()
@@ -29,4 +30,5 @@ class Habits:
     writers: set[Any] = field(default_factory=set[Any])
     drawing_on_device: set[Any] = field(default_factory=set[Any])
     told: set[str] = field(default_factory=set[str])
+    evaluates_randomly: bool | None = None
     looks: Counter[Any] = field(default_factory=Counter[Any])
