@@ -86,11 +86,29 @@ def test_of_two_options_that_do_not_go_together_the_command_lines_counts(tmp_pat
 def test_a_run_from_before_there_were_kinds_of_state_goes_on_as_fp32(tmp_path: Path) -> None:
     flags = ("--model", "m", "--data", "d.txt", "--output", str(tmp_path))
     earlier = {**options(*flags).jsonable(), "data_digest": "d"}
-    del earlier["optimizer_state"]
+    del earlier["optimizer_state"], earlier["compute"]
     (tmp_path / "options.json").write_text(json.dumps(earlier))
     check_same(options(*flags), tmp_path, "d")
     with pytest.raises(Refused, match="--optimizer-state was fp32 and is 8bit"):
         check_same(options(*flags, "--optimizer-state", "8bit"), tmp_path, "d")
+
+
+def test_linear_layers_multiply_in_fp8(
+    inputs: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = ["train", *inputs, *SETTINGS, "--dtype", "bfloat16", "--steps", "2", "--lora", "4", "--quiet"]
+    for kind in ("bf16", "fp8"):
+        with caplog.at_level("INFO", "rp_engine.planning.computing"):
+            assert main([*run, "--output", str(tmp_path / kind), "--compute", kind]) == 0
+    told = [record.getMessage() for record in caplog.records if "multiply in FP8" in record.getMessage()]
+    first, second = ([line["loss"] for line in finetuning.lines(tmp_path / kind)] for kind in ("bf16", "fp8"))
+
+    # Adapters, and the head.
+    assert "skipped by name" in told[0]
+    assert second != first
+    assert second == pytest.approx(first, rel=0.02)
+    with pytest.raises(Refused, match="--compute fp8 is for models in bfloat16, but --dtype is float32"):
+        options("--compute", "fp8", "--dtype", "float32")
 
 
 def test_a_config_file_may_have_everything(inputs: list[str], tmp_path: Path) -> None:

@@ -179,6 +179,7 @@ SCHEMA: dict[str, Any] = {
         "optimizer": str,
         "optimizer_state": str,
         "step_in_backward": bool,
+        "compute": str,
         "master": str,
         "expanded_bytes": int,
     },
@@ -188,6 +189,7 @@ SCHEMA: dict[str, Any] = {
         "device_memory_bytes": int,
         "link_gb_s": float,
         "bf16_tflops": float,
+        "fp8_tflops": type(None),
         "ram_bytes": int,
         "switches": list,
         "is_measured": bool,
@@ -707,6 +709,35 @@ def test_a_wrong_option_is_refused_in_one_line(
     assert refused(capsys, *model, *SMALL[:2], *WRONG[case])
 
 
+def test_products_in_fp8_are_priced_by_the_cards_rate(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    # Products that take longer than anything else; one microbatch, so that all have the same plan.
+    model = ("--model", config(TINY | {"hidden_size": 1024, "intermediate_size": 4096, "dtype": "bfloat16"}))
+    gpu = "memory=20GB,link=1000,tflops=0.1,fp8=0.2"
+    usual = (*model, "--batch", "4", "--num-microbatch", "1", "--sequence", "512", "--ram", "9GB", "--gpu")
+
+    seconds = {
+        words: found(capsys, *usual, words, "--compute", kind)["plan"]["busy_s"]["device"]
+        for words, kind in ((gpu, "bf16"), (gpu.replace("0.2", "0.4"), "fp8"), (gpu + " ", "fp8"))
+    }
+    shown = found(capsys, *usual, gpu, "--compute", "fp8")
+
+    bf16, fourfold, twice = seconds.values()
+    # 1 / (1 + 0.7 * 1) and 1 / (1 + 0.7 * 3) of the linear layers' part.
+    assert (bf16 - fourfold) / (bf16 - twice) == pytest.approx((1 - 1 / 3.1) / (1 - 1 / 1.7), rel=1e-3)
+    assert 1 / 1.7 < twice / bf16 < 0.7
+    assert shown["machine"]["fp8_tflops"] == 0.2
+    assert shown["model"]["compute"] == "fp8"
+    sums = ("RTX 4090", "H100")
+    rates = [
+        [
+            found(capsys, *usual, card, "--compute", kind)["plan"]["busy_s"]["device"]
+            for kind in ("bf16", "fp16-sums")
+        ]
+        for card in sums
+    ]
+    assert [bf16 / fp16 for bf16, fp16 in rates] == pytest.approx([2, 1])
+
+
 def test_ram_without_a_unit_is_refused_with_the_way_to_write_it(
     config: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -716,6 +747,11 @@ def test_ram_without_a_unit_is_refused_with_the_way_to_write_it(
 
 
 REFUSED_WITH = {
+    "FP8 on a card that has none": (
+        TINY | {"dtype": "bfloat16"},
+        ["--gpu", "RTX 3090", "--compute", "fp8"],
+        "--compute fp8: RTX 3090 has no products in FP8, or their rate is not known; omit it, or describe the GPU",
+    ),
     "more positions than the model has": (GPT_2, ["--sequence", "2048"], "--sequence must be at most 1024, the"),
     "more microbatches than sequences": (
         TINY,

@@ -134,7 +134,8 @@ def _for_devices(options: PlanOptions, now: Foretold, tried: Tried) -> Iterator[
         tried(_proposed(f"--sequence {length}", now, workload=_of(options, sequence=length)) for length in lengths)
     )
     wanted = now.case.machine.card.memory_bytes + now.device_short_bytes
-    larger = sorted((card for card in CARDS if card.memory_bytes >= wanted), key=lambda card: card.memory_bytes)
+    able = [card for card in CARDS if options.compute != "fp8" or card.fp8_tflops is not None]
+    larger = sorted((card for card in able if card.memory_bytes >= wanted), key=lambda card: card.memory_bytes)
     yield from _that_fit(
         tried(_proposed(f"--gpu '{card.name}'", now, machine=_with_card(options, now, card)) for card in larger)
     )

@@ -34,7 +34,7 @@ _WORK: Mapping[Bound, str] = {"GIL": "launching", "device": "devices", "link": "
 _KINDS = {"second blocks": "second copies of weights, for the next step,"}
 # What JSON has of `Training`.
 _MASTERS = {"whole": "", "split": " in halves", "disk": " in halves, of which one is on disk"}
-_HOW = ("optimizer", "optimizer_state", "master", "step_in_backward")
+_HOW = ("optimizer", "optimizer_state", "master", "step_in_backward", "compute")
 _MOST_STAGES = 16
 _MOST_CHANGES = 8
 # Kinds that are a smaller part of host memory are left out.
@@ -112,6 +112,7 @@ def _machine(answer: Foretold) -> dict[str, Any]:
         "device_memory_bytes": machine.card.memory_bytes,
         "link_gb_s": machine.card.link_gb_s,
         "bf16_tflops": machine.card.tflops,
+        "fp8_tflops": machine.card.fp8_tflops,
         "ram_bytes": None if machine.ram is None else machine.ram.total_bytes,
         "switches": [list(switch.devices) for switch in machine.switches],
         "is_measured": machine.is_measured,
@@ -199,6 +200,7 @@ def _headings(answer: Foretold) -> Iterator[str]:
         f"{workload.name}: {_billion(workload.parameters)} parameters, {parts - 2} layers; {what}, "
         f"{how.optimizer}{_state(how.optimizer_state)}, {_DTYPES[how.optim_dtype]} masters"
         f"{_MASTERS[how.master]}{', stepped in backward' if how.step_in_backward else ''}"
+        f"{'' if how.compute == 'bf16' else f', products in {how.compute}'}"
     )
     if workload.named:
         yield f"the config names {workload.named}: this is its language model, for which {workload.name} stands"

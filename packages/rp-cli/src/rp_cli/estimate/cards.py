@@ -1,4 +1,4 @@
-"""Cards by name: memory, link and dense bf16 rate, as their makers publish them."""
+"""Cards by name: memory, link and dense rates, as their makers publish them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ class Card:
     """A kind of device.
 
     `memory_bytes`: the nominal size. `link_gb_s`: 10^9 bytes a second to the device, and as many back at the same
-    time. `tflops`: at most 10^12 dense bf16 operations a second, with sums in fp32.
+    time. `tflops`: at most 10^12 dense bf16 operations a second, with sums in fp32. `fp8_tflops`: the same in FP8;
+    None: it has none, or it is not known.
     """
 
     name: str
     memory_bytes: int
     link_gb_s: float
     tflops: float
+    fp8_tflops: float | None = None
+
+    @property
+    def fp16_sums_tflops(self) -> float:
+        """The rate of fp16 products with sums in fp16: twice that of fp32 sums on GeForce cards, as makers say."""
+        return 2 * self.tflops if self.is_consumer else self.tflops
 
     @property
     def is_consumer(self) -> bool:
@@ -29,24 +36,26 @@ class Card:
         return re.fullmatch(r"RTX [345]0\d0.*", self.name) is not None
 
 
+# FP8, dense and with sums in fp32: the makers' papers on Ada (RTX 4090: 330.3), Hopper (H100: 1979) and Blackwell
+# (RTX 5090: 419; B200: 4500), and data sheets of L4 and L40S.
 CARDS = (
     Card("RTX 3090", 24 * _GIB, _PCIE_4, 71),
-    Card("RTX 4060 Ti 16GB", 16 * _GIB, _PCIE_4_X8, 44),
-    Card("RTX 4070 Ti SUPER", 16 * _GIB, _PCIE_4, 88),
-    Card("RTX 4080", 16 * _GIB, _PCIE_4, 97),
-    Card("RTX 4090", 24 * _GIB, _PCIE_4, 165),
-    Card("RTX 5090", 32 * _GIB, _PCIE_5, 210),
+    Card("RTX 4060 Ti 16GB", 16 * _GIB, _PCIE_4_X8, 44, 88),
+    Card("RTX 4070 Ti SUPER", 16 * _GIB, _PCIE_4, 88, 176),
+    Card("RTX 4080", 16 * _GIB, _PCIE_4, 97, 195),
+    Card("RTX 4090", 24 * _GIB, _PCIE_4, 165, 330),
+    Card("RTX 5090", 32 * _GIB, _PCIE_5, 210, 419),
     Card("RTX A6000", 48 * _GIB, _PCIE_4, 155),
-    Card("RTX 6000 Ada", 48 * _GIB, _PCIE_4, 364),
-    Card("L4", 24 * _GIB, _PCIE_4_X8, 121),
-    Card("L40S", 48 * _GIB, _PCIE_4, 362),
+    Card("RTX 6000 Ada", 48 * _GIB, _PCIE_4, 364, 728),
+    Card("L4", 24 * _GIB, _PCIE_4_X8, 121, 242),
+    Card("L40S", 48 * _GIB, _PCIE_4, 362, 733),
     Card("A10", 24 * _GIB, _PCIE_4, 125),
     Card("A100 40GB", 40 * _GIB, _PCIE_4, 312),
     Card("A100 80GB", 80 * _GIB, _PCIE_4, 312),
-    Card("H100", 80 * _GIB, _PCIE_5, 989),
-    Card("H100 PCIe", 80 * _GIB, _PCIE_5, 756),
-    Card("H200", 140 * _GIB, _PCIE_5, 989),
-    Card("B200", 180 * _GIB, _PCIE_5, 2250),
+    Card("H100", 80 * _GIB, _PCIE_5, 989, 1979),
+    Card("H100 PCIe", 80 * _GIB, _PCIE_5, 756, 1513),
+    Card("H200", 140 * _GIB, _PCIE_5, 989, 1979),
+    Card("B200", 180 * _GIB, _PCIE_5, 2250, 4500),
 )
 
 

@@ -189,7 +189,7 @@ def could_fit(case: Case) -> bool:
 
 def _lacking_bytes(case: Case, sequences: int) -> int:
     """Return the bytes that a device lacks to run each layer alone, with gradients, activations and workspace."""
-    costs = case.workload.costs(sequences, case.machine.card.tflops)
+    costs = case.workload.costs(sequences, case.machine.card)
     most = max(cost.weight_bytes + cost.gradient_bytes + cost.kept_bytes for cost in costs)
     least = memory_bytes_for(most + case.workload.working_bytes(sequences))
     return max(least - case.machine.card.memory_bytes, 1)
@@ -205,7 +205,7 @@ def _problem(case: Case, sequences: int) -> tuple[tuple[LayerCost, ...], Limits]
     )
     if workload.how.master_kind == "split" and not is_double:
         limits = replace(limits, host=in_place(limits.host))
-    return tuple(workload.costs(sequences, machine.card.tflops)), limits
+    return tuple(workload.costs(sequences, machine.card)), limits
 
 
 def _planned(count: int, search: Search, case: Case, *, settles: bool) -> Planned:

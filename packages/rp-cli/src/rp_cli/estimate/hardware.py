@@ -12,6 +12,7 @@ from threading import Barrier
 import torch
 from rp_engine import Runtime
 from rp_engine.estimates import USABLE, probe
+from rp_packing import fp8_refusal
 from rp_sched import Host, Limits, Switch
 from rp_trainer.errors import Refused
 from rp_transfer import BackendUnavailable, Device, HostLimit
@@ -122,7 +123,9 @@ def _machine(options: PlanOptions) -> Machine:
 
 
 def _calibrated(line: Calibration, devices: int | None) -> Machine:
-    card = Card(line.gpu, line.memory_bytes, line.link_gb_s, line.tflops)
+    known = card_named(line.gpu)
+    fp8_tflops = None if known is None else known.fp8_tflops
+    card = Card(line.gpu, line.memory_bytes, line.link_gb_s, line.tflops, fp8_tflops)
     ram = HostLimit("the calibrated machine's RAM", line.ram_bytes, line.ram_bytes)
     return Machine(card, devices or line.devices, ram, line.ram_gb_s)
 
@@ -167,12 +170,9 @@ def measured(runtime: Runtime, dtype: torch.dtype = torch.bfloat16) -> Machine:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else uses[0].name
     known = card_named(name)
     links = [rate for rate in (*rates.up_gb_s, *rates.down_gb_s) if rate is not None]
-    card = Card(
-        name,
-        min(use.total_bytes for use in uses),
-        min(links),
-        known.tflops if known else _tflops(device) if device.type == "cuda" else _cpu_tflops(runtime, dtype),
-    )
+    tflops = known.tflops if known else _tflops(device) if device.type == "cuda" else _cpu_tflops(runtime, dtype)
+    fp8_tflops = known.fp8_tflops if known else _fp8_tflops(device, tflops)
+    card = Card(name, min(use.total_bytes for use in uses), min(links), tflops, fp8_tflops)
     return Machine(
         card, len(uses), runtime.host_limit(), rates.memory_gb_s or RAM_GB_S, rates.switches, is_measured=True
     )
@@ -182,6 +182,13 @@ def _tflops(device: torch.device) -> float:
     """Return the 10^12 operations a second of a square bf16 product."""
     one = torch.ones(_MATRIX, _MATRIX, dtype=torch.bfloat16, device=device)
     return _rate(_MATRIX, _seconds(lambda: one @ one, lambda: torch.cuda.synchronize(device)))
+
+
+def _fp8_tflops(device: torch.device, tflops: float) -> float | None:
+    """Return the rate in FP8: twice that of bf16 on all GPUs that have it; CPU devices compute in fp32 instead."""
+    if fp8_refusal(device) is not None:
+        return None
+    return 2 * tflops if device.type == "cuda" else tflops
 
 
 def _cpu_tflops(runtime: Runtime, dtype: torch.dtype) -> float:

@@ -18,13 +18,14 @@ from rp_cli.options import shared
 from rp_cli.options.adapters import AdapterOptions
 from rp_cli.options.declared import Default, Reading, option
 from rp_cli.options.images import IMAGES, ImageSizes
-from rp_cli.options.kinds import FLAG, TEXT, Kind, number, parsed, path, positive, whole
+from rp_cli.options.kinds import FLAG, TEXT, Kind, number, one_of, parsed, path, positive, whole
 from rp_cli.strangers.refusing import refusing
 
 THIS = "this"
 MOST_DEVICES = 256
 MOST_MACHINES = 256
 _FIELDS = ("memory", "link", "tflops")
+_MORE = "fp8"
 
 
 def _size(flag: str, text: str) -> int:
@@ -83,13 +84,14 @@ def _calibration(flag: str, text: str) -> Calibration:
 def _described(flag: str, text: str) -> Card:
     pairs = [part.strip().partition("=") for part in text.split(",")]
     values: Mapping[str, str] = {name: value for name, _, value in pairs}
-    if sorted(name for name, _, _ in pairs) != sorted(_FIELDS):
-        raise Refused(f"{flag} must have each of {', '.join(_FIELDS)} once, but is {text!r}")
+    if sorted(name for name, _, _ in pairs if name != _MORE) != sorted(_FIELDS) or len(values) != len(pairs):
+        raise Refused(f"{flag} must have each of {', '.join(_FIELDS)} once, and may have {_MORE}, but is {text!r}")
     return Card(
         text,
         _size(f"{flag}: memory", values["memory"]),
         _RATE.read(f"{flag}: link (GB/s)", values["link"]),
         _RATE.read(f"{flag}: tflops", values["tflops"]),
+        _RATE.read(f"{flag}: {_MORE}", values[_MORE]) if _MORE in values else None,
     )
 
 
@@ -226,6 +228,11 @@ class PlanOptions(AdapterOptions):
         "of the GPU's TFLOP/s that layers reach", number(0.001, 1, "PART"), shown="0.5; adapters 0.38"
     )
     step_in_backward: bool = option(shared.STEPPED, FLAG, False)
+    compute: str = option(
+        f"{shared.COMPUTE}; fp16-sums: all products of fp16 numbers, with sums in fp16",
+        one_of(("bf16", "fp8", "fp16-sums")),
+        "bf16",
+    )
     num_microbatch: int | None = option(
         "parts of a batch", shared.microbatches(), shown="the fastest number", narrowed=shared.of_batch
     )

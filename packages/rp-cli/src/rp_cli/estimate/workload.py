@@ -32,8 +32,10 @@ from rp_sched import LayerCost, Task
 from rp_transfer import Group, HostLimit, group
 from torch import nn
 
+from rp_cli.estimate.cards import Card
 from rp_cli.estimate.drive import NO_DISK, Drive
 from rp_cli.estimate.hardware import Machine
+from rp_cli.estimate.meta.fp8_share import Fp8Share
 from rp_cli.estimate.meta.meta_model import Packing
 from rp_cli.estimate.meta.observe import Observed, observe
 from rp_cli.estimate.meta.towers import Patches, told, tower_layers, with_towers
@@ -77,6 +79,7 @@ class Training:
     optimizer_state: str = "fp32"
     master: str = "whole"
     step_in_backward: bool = False
+    compute: str = "bf16"
     is_adapted: bool = False
     is_sync: bool = True
     optim_dtype: torch.dtype = OPTIM_DTYPE
@@ -86,7 +89,7 @@ class Training:
     @classmethod
     def of(cls, options: Any, **more: Any) -> Training:
         """Return what `PlanOptions` or, in a room above, `FineTuning` say; `more`: what only one of them has."""
-        same = ("sequence", "optimizer", "optimizer_state", "master", "step_in_backward")
+        same = ("sequence", "optimizer", "optimizer_state", "master", "step_in_backward", "compute")
         return cls(**{name: getattr(options, name) for name in same}, is_adapted=options.is_adapted, **more)
 
     @property
@@ -250,26 +253,35 @@ class Workload:
     def _trainable(self) -> list[Group]:
         return [one for one in self.groups if one.kind == "trainable"]
 
-    def costs(self, sequences: int, card_tflops: float) -> list[LayerCost]:
-        """Return the cost of each part of the row, for microbatches of `sequences`."""
-        flops_ms = 1 / (card_tflops * self.utilisation * 1e9)
+    def costs(self, sequences: int, card: Card) -> list[LayerCost]:
+        """Return the cost of each part of the row, for microbatches of `sequences`.
+
+        Raises `Refused` for a card that does not multiply as wanted.
+        """
+        tflops = card.fp16_sums_tflops if self.how.compute == "fp16-sums" else card.tflops
+        flops_ms = 1 / (tflops * self.utilisation * 1e9)
+        saved_ms = flops_ms * self._fp8.saved(card) * sequences * self.how.sequence
         costs: list[LayerCost] = []
         for at, facts in enumerate(self.observed.facts):
             # The part before the layers is an embedding, whose launch takes little time, and the tower's layers.
             launch_ms = LAUNCH_MS if at else LAUNCH_MS * self.tower_layers
             costs.append(
                 LayerCost(
-                    facts.forward_flops.of(sequences) * flops_ms,
-                    facts.backward_flops.of(sequences) * flops_ms,
+                    facts.forward_flops.of(sequences) * flops_ms - saved_ms * self._fp8.forward_flops(at),
+                    facts.backward_flops.of(sequences) * flops_ms - saved_ms * self._fp8.backward_flops(at),
                     weight_bytes=self._block_bytes(at, {"trainable", "frozen", "buffer"}),
                     trainable_bytes=self._block_bytes(at, {"trainable"}),
                     boundary_bytes=sequences * facts.boundary_bytes,
-                    kept_bytes=int(facts.kept_bytes.of(sequences, COMPILED_SHARE)),
+                    kept_bytes=int(facts.kept_bytes.of(sequences, COMPILED_SHARE)) + self._fp8.codes_bytes(at),
                     forward_launch_ms=FORWARD_PART * launch_ms,
                     backward_launch_ms=(1 - FORWARD_PART) * launch_ms,
                 )
             )
         return costs
+
+    @cached_property
+    def _fp8(self) -> Fp8Share:
+        return Fp8Share.of(self.observed.modules if self.how.compute == "fp8" else [])
 
     def _block_bytes(self, at: int, kinds: set[str]) -> int:
         return sum(nbytes for kind, nbytes in self._blocks.get(at, ()) if kind in kinds)

@@ -168,6 +168,7 @@ def wrapped(
         "step_in_backward": options.step_in_backward,
         "runtime": runtime,
         "compile_layers": options.compile,
+        "compute": options.compute,
         "model_run_config": RoundPipeRunConfig(num_microbatch=num_microbatch),
     }
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]

@@ -272,6 +272,7 @@ class FineTuning(AdapterOptions):
         "how often an epoch has each of --data, such as 1 0.5 3", several(positive("WEIGHT")), shown="each once"
     )
     compile: bool = _tuning("compile the layers", FLAG, False, is_free=True)
+    compute: str = _tuning(shared.COMPUTE, one_of(("bf16", "fp8")), "bf16")
     quiet: bool = _tuning("print nothing but warnings and errors", FLAG, False, is_free=True)
     resume: bool = _tuning(
         "go on from the newest whole checkpoint in --output",
@@ -311,6 +312,8 @@ class FineTuning(AdapterOptions):
                 f"--master {self.master} keeps fp32 masters in halves, but --optim-dtype is {self.optim_dtype}"
             )
         shared.check_master(self.master, self.disk)
+        if self.compute == "fp8" and self.dtype not in (None, "bfloat16"):
+            raise Refused(f"--compute fp8 is for models in bfloat16, but --dtype is {self.dtype}")
         if self.step_in_backward and not self.sync:
             raise Refused(
                 "--step-in-backward updates weights in the call itself, so it cannot be used with --no-sync"

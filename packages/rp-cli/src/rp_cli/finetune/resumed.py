@@ -19,6 +19,7 @@ from rp_cli.runs.trained_on import KEY, is_other
 
 # The values in runs from before an option existed.
 _EARLIER_DEFAULTS: dict[str, Any] = {
+    "compute": "bf16",
     "optimizer_state": "fp32",
     "skip_bad_rows": False,
     "resize_embeddings": False,
