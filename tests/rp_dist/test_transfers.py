@@ -118,7 +118,7 @@ def test_what_is_heard_while_a_channel_is_first_asked_for_is_not_lost(
             hears.join()
         return deque()
 
-    monkeypatch.setattr("rp_dist.control.deque", queue)
+    monkeypatch.setattr("rp_dist.heard.deque", queue)
     control = Control(0, 2, 60.0)
     control.patience_s = 1.0
     control.start()

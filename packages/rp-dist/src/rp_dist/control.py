@@ -8,25 +8,25 @@ and its calls may block forever when that machine stops.
 from __future__ import annotations
 
 import logging
-import os
 import reprlib
 import selectors
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from rp_dist.admission import Admission
 from rp_dist.errors import Closed, Disagreement, DistError, MachineLost
+from rp_dist.heard import Heard
 from rp_dist.links import interfaces
 from rp_dist.links.door import Door, Unknown
 from rp_dist.links.frames import Forged, Link
 from rp_dist.links.introduce import introduce
 from rp_dist.links.secret import Secret
 from rp_dist.links.values import encode
-from rp_dist.messages import Bye, Hello, Lost, Message, Put, Refused, Roster, Say, Welcome, parsed
+from rp_dist.messages import Hello, Lost, Refused, Welcome, parsed
 
 _LOG = logging.getLogger(__name__)
 ENDED = "its process ended, or its connection was reset"
@@ -38,7 +38,6 @@ LEFT = "it has closed its machines, and takes no further part"
 _CROWDED_S = 0.05
 # Of a reason that is told to others.
 _MOST_TEXT = 5000
-_OR_TWO_JOBS = "; if these are two jobs, give each a MASTER_PORT of its own"
 
 
 class Control:
@@ -62,21 +61,16 @@ class Control:
         self.on_loss: Callable[[], None] = _nothing
         self.waited_s: Callable[[int], float] = _not_at_all
         self.patience_s: float | None = None
-        self.roster: dict[int, tuple[str, int]] | None = None
-        # What machines put into the store in which gloo's groups meet.
-        self.kept: dict[str, str] = {}
+        # What other machines have said, and who they are.
+        self.heard = Heard()
+        self._admission = Admission(rank, size)
         self._beat_s = min(1.0, timeout_s / 10)
         self._changed = threading.Condition()
         self._links: dict[int, Link] = {}
-        self._heard: dict[tuple[int, int], deque[Any]] = {}
-        self._hellos: dict[int, Hello] = {}
-        self._addresses: dict[int, tuple[str, int]] = {}
         # Where this machine listens; None for all addresses, or if it does not.
         self.address: str | None = None
         self._door: Door | None = None
         self._remarks: list[str] = []
-        # When each machine said goodbye.
-        self._left: dict[int, float] = {}
         self._error: DistError | None = None
         self._has_ended = False
         self._selector = selectors.DefaultSelector()
@@ -106,7 +100,7 @@ class Control:
 
     def hello(self) -> list[Any]:
         """Return the message in which this machine introduces itself."""
-        return ["hello", self.rank, self.size, *self.place, _process()]
+        return self._admission.hello(*self.place)
 
     def connect(self, sock: socket.socket, rank: int, deadline_s: float) -> None:
         """Introduce this machine over a connection to machine `rank`.
@@ -171,7 +165,7 @@ class Control:
 
     def places(self) -> dict[int, tuple[str, int]]:
         """Return the addresses and ports at which the machines that have said hello listen."""
-        return dict(self._addresses)
+        return self._admission.places()
 
     def own_address(self) -> str | None:
         """Return the address of this machine that others use: that of the interface, or of its first link."""
@@ -195,7 +189,7 @@ class Control:
     def keep(self, key: str, value: str) -> None:
         """Put an entry into the store in which gloo's groups meet, on all machines."""
         with self._changed:
-            self.kept[key] = value
+            self.heard.kept[key] = value
             self._changed.notify_all()
         self.tell(["put", key, value])
 
@@ -203,26 +197,18 @@ class Control:
         """Send a JSON value to all machines; return one from each, in the order of ranks."""
         self.raise_error()
         self.tell(["say", channel, value])
-        queues = [self._queue(rank, channel) for rank in range(self.size)]
+        queues = [self.heard.said(rank, channel) for rank in range(self.size)]
         queues[self.rank].append(value)
-        self.wait(lambda: all(queues) or any(not queues[rank] for rank in self._left), self.patience_s)
+        self.wait(lambda: all(queues) or any(not queues[rank] for rank in self.heard.left), self.patience_s)
         for rank, queue in enumerate(queues):
             if not queue:
-                self.give_up(rank, LEFT if rank in self._left else f"{SILENT} {self.patience_s:.3g} s")
+                self.give_up(rank, LEFT if rank in self.heard.left else f"{SILENT} {self.patience_s:.3g} s")
                 self.raise_error()
         return [queue.popleft() for queue in queues]
 
-    def _queue(self, rank: int, channel: int) -> deque[Any]:
-        """Return the queue of values that a machine has sent on a channel. Any thread may be the first to ask.
-
-        `setdefault` is one atomic operation. A `defaultdict` is not: while it creates a queue, another thread may
-        run and create and fill one, which it then replaces.
-        """
-        return self._heard.setdefault((rank, channel), deque())
-
     def has_left(self, rank: int) -> bool:
         """Return whether a machine has said goodbye."""
-        return rank in self._left
+        return rank in self.heard.left
 
     def give_up(self, rank: int, why: str) -> None:
         """Declare a machine lost, on this and all other machines; only the first declaration counts."""
@@ -240,8 +226,8 @@ class Control:
     def leave(self) -> None:
         """Say goodbye, wait until all others have, and end. Raises `MachineLost` for one that has not in time."""
         self.tell(["bye"])
-        if not self.wait(lambda: len(self._left) == self.size - 1, self.patience_s):
-            for rank in [rank for rank in self._links if rank not in self._left]:
+        if not self.wait(lambda: len(self.heard.left) == self.size - 1, self.patience_s):
+            for rank in [rank for rank in self._links if rank not in self.heard.left]:
                 self.give_up(rank, f"it lives, but has not closed its machines for {self.patience_s:.3g} s")
             self.raise_error()
         self.end()
@@ -343,7 +329,7 @@ class Control:
         for rank, seconds in self._silent():
             self.give_up(rank, f"no sign of life for {seconds:.1f} s")
         now = time.monotonic()
-        for rank, since in list(self._left.items()):
+        for rank, since in list(self.heard.left.items()):
             # Pieces that it sent before have had that much time to arrive.
             if min(now - since, self.waited_s(rank)) > self.timeout_s:
                 self.give_up(rank, LEFT)
@@ -351,8 +337,10 @@ class Control:
     def _silent(self) -> list[tuple[int, float]]:
         """Return the machines that have been silent for too long, each with its seconds of silence."""
         now, limit_s = time.monotonic(), self.timeout_s - 2 * self._beat_s
-        links = [(rank, now - link.heard_s) for rank, link in list(self._links.items()) if rank not in self._left]
-        return [(rank, seconds) for rank, seconds in links if seconds > limit_s]
+        silent = [
+            (rank, now - link.heard_s) for rank, link in list(self._links.items()) if rank not in self.heard.left
+        ]
+        return [(rank, seconds) for rank, seconds in silent if seconds > limit_s]
 
     def _serve(self, data: Link | Unknown | Door | None, mask: int) -> None:
         if data is None:
@@ -397,7 +385,7 @@ class Control:
 
     def _drop_link(self, link: Link, why: str) -> None:
         # First, so that this machine learns why it is given up, if it still can.
-        if link.rank is not None and link.rank not in self._left:
+        if link.rank is not None and link.rank not in self.heard.left:
             self.give_up(link.rank, why)
         with suppress(KeyError):
             self._selector.unregister(link.socket)
@@ -412,21 +400,8 @@ class Control:
             self.refuse(message.why)
         else:
             with self._changed:
-                self._note(link.rank, message)
+                self.heard.note(link.rank, message)
                 self._changed.notify_all()
-
-    def _note(self, rank: int, message: Message) -> None:
-        match message:
-            case Say(channel, value):
-                self._queue(rank, channel).append(value)
-            case Put(key, value):
-                self.kept[key] = value
-            case Bye():
-                self._left[rank] = time.monotonic()
-            case Roster(places):
-                self.roster = places
-            case _:
-                raise ValueError(f"not a message of a machine that is known: {reprlib.repr(message)}")
 
     def _hear_of_loss(self, rank: int, why: str) -> None:
         self.give_up(rank, f"the other machines gave this one up: {why}" if rank == self.rank else why)
@@ -436,39 +411,20 @@ class Control:
         hello = parsed(message)
         if not isinstance(hello, Hello):
             raise ValueError("not a hello")
-        if self._left or self._error is not None:
+        if self.heard.left or self._error is not None:
             door.drop(unknown, "it came after the end")  # a machine that is opening again already
             return False
-        if (why := self._refusal(hello)) is not None:
+        if (why := self._admission.refusal(hello)) is not None:
             link.send(["refused", why])
             door.drop(unknown, why)
             self._end_with(Disagreement(why), tell=["refused", why])
             return False
         link.rank = hello.rank
-        self._hellos[hello.rank] = hello
-        self._addresses[hello.rank] = (hello.address or unknown.address, hello.port)
+        self._admission.admit(hello, unknown.address)
         link.send(["welcome", self.rank])
         door.admit(unknown)
         self._admit(link, hello.rank)
         return True
-
-    def _refusal(self, hello: Hello) -> str | None:
-        """Return why a machine cannot take part; None if it can."""
-        rank, size = hello.rank, hello.size
-        if size != self.size:
-            return (
-                f"rank {rank} was started as one of {size} machines, but rank {self.rank} as one of {self.size}; "
-                f"all need the same WORLD_SIZE (torchrun's --nnodes times --nproc-per-node){_OR_TWO_JOBS}"
-            )
-        if not 0 <= rank < size:
-            return outside(rank, size, hello.process)
-        first = _process() if rank == self.rank else self._hellos[rank].process if rank in self._hellos else None
-        if first is not None:
-            return (
-                f"rank {rank} was started twice, as {first} and as {hello.process}; each machine needs a rank of "
-                f"its own (torchrun's --node-rank){_OR_TWO_JOBS}"
-            )
-        return None
 
     def _shut(self) -> None:
         if self._door is not None:
@@ -483,10 +439,6 @@ class Control:
         self._woken.close()
 
 
-def _process() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"[:200]
-
-
 def _fault(error: Exception) -> str:
     """Return why a machine is lost whose link ended with an error."""
     if isinstance(error, Forged):
@@ -494,14 +446,6 @@ def _fault(error: Exception) -> str:
     if isinstance(error, OSError):
         return ENDED
     return f"it sent what is no message ({type(error).__name__}: {reprlib.repr(str(error))})"
-
-
-def outside(rank: int, size: int, process: str) -> str:
-    """Return the words for a rank that does not exist."""
-    return (
-        f"a machine ({process}) was started as rank {rank}, but {size} machines (WORLD_SIZE) have the ranks 0 to "
-        f"{size - 1}; give it one of these (torchrun's --node-rank)"
-    )
 
 
 def _again(error: DistError) -> DistError:

@@ -49,18 +49,18 @@ class LinkedStore(Store):
     def get(self, key: str) -> bytes:
         """Return an entry, as soon as it is there."""
         self.wait([key])
-        return bytes.fromhex(self._control.kept[self._name(key)])
+        return bytes.fromhex(self._control.heard.kept[self._name(key)])
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all entries are there. Raises `MachineLost` if a machine is lost meanwhile."""
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
         names = [self._name(key) for key in keys]
-        if not self._control.wait(lambda: all(name in self._control.kept for name in names), seconds):
+        if not self._control.wait(lambda: all(name in self._control.heard.kept for name in names), seconds):
             raise TimeoutError(f"gloo's addresses did not come within {seconds:.3g} s")
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all entries are there."""
-        return all(self._name(key) in self._control.kept for key in keys)
+        return all(self._name(key) in self._control.heard.kept for key in keys)
 
     def _name(self, key: str) -> str:
         return f"{self._group}/{key}"

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from rp_dist.control import GRACE_S, Control, outside
+from rp_dist.admission import outside
+from rp_dist.control import GRACE_S, Control
 from rp_dist.errors import Disagreement, DistError, MachineLost
 from rp_dist.groups import Group
 from rp_dist.links import handshake, interfaces
@@ -108,12 +109,12 @@ class Opening:
             raise Disagreement(outside(rank, self.place.size, "this process")) from None
         control.start()
         # Rank 0 may have started later. When its own time is over, it names the machines that are missing.
-        if not control.wait(lambda: control.roster is not None, self.left_s() + self.timeout_s):
+        if not control.wait(lambda: control.heard.roster is not None, self.left_s() + self.timeout_s):
             self._give_up(control, [0])
-        assert control.roster is not None
+        assert control.heard.roster is not None
         self.deadline_s = time.monotonic() + self.timeout_s
         for other in range(1, rank):
-            self._connect_to(other, *control.roster[other], control)
+            self._connect_to(other, *control.heard.roster[other], control)
         self._complete(control)
 
     def _connect_first(self, control: Control, board: Board) -> None:
