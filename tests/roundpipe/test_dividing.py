@@ -362,9 +362,51 @@ def test_other_sizes_are_no_reason_for_another_trial_but_equal_sizes_are(two):
             wrapped(torch.randn(rows, steps, WIDTH))
         return calls["calls"] - before
 
-    sizes = [(6, 5), (6, 7), (6, 11), (5, 7), (6, 6), (7, 7), (6, 5)]
-    # A trial runs the whole, and then as many microbatches as the call.
-    assert [run(*size) for size in sizes] == [7, 3, 3, 3, 7, 3, 3]
+    sizes = [(6, 5), (6, 7), (6, 11), (5, 7), (6, 6), (9, 9), (7, 7), (9, 9), (6, 5)]
+    # A trial runs the whole, and then as many microbatches as the call. Pairs were not cut, then they are.
+    assert [run(*size) for size in sizes] == [7, 3, 3, 3, 7, 7, 3, 3, 3]
+
+
+class Pairs(nn.Module):
+    """Compares the samples of each pair, which are one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        signs = torch.ones(len(y), 1)
+        signs[1::2] = -1
+        return y * signs
+
+
+@pytest.mark.parametrize("way", ["part", "row"])
+def test_what_is_not_cut_at_first_is_tried_once_it_is(two, way):
+    module = Pairs()
+    wrapped = WRAPS[way](module, two)
+
+    for rows, is_whole in ((6, False), (12, False), (5, False), (9, True), (6, True)):
+        x = torch.randn(rows, WIDTH)
+        with told() as whole:
+            found = wrapped(x)
+
+        torch.testing.assert_close(found, module(x))
+        # It is told once.
+        assert len(whole) == (is_whole and rows == 9)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1, 1, 1), (4, 3, 3), (2, 2, 1)])
+def test_a_row_is_tried_at_cuts_that_show_what_positions_do(two, sizes):
+    module = Pairs()
+    config = RoundPipeRunConfig(num_microbatch=len(sizes))
+    wrapped, x = wrap(nn.Sequential(module), runtime=two, model_run_config=config), torch.randn(sum(sizes), WIDTH)
+
+    with told() as whole:
+        found = wrapped(x)
+
+    torch.testing.assert_close(found, module(x))
+    assert len(whole) == (sizes != (2, 2, 1))
 
 
 def test_a_part_whose_samples_never_differ_is_not_tried_for_ever(two):

@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,9 @@ import torch
 from plain import assert_near
 from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime
 from roundpipe import wrap_model_to_roundpipe as wrap
-from torch import distributed, nn
+from torch import distributed, fx, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 TWO = RoundPipeRunConfig(num_microbatch=2)
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -147,6 +149,54 @@ def test_training_inside_of_ddp_is_refused_and_evaluation_works(kind: str) -> No
             distributed.destroy_process_group()
 
     assert torch.equal(found, wanted)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """One process, as torch's FSDP wants to know it."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_fully_shard_around_a_model_is_refused(kind: str, mesh: DeviceMesh) -> None:
+    with Runtime("cpu:2") as two:
+        for put_around in (lambda model: model, lambda model: nn.Sequential(model, nn.Linear(4, 4))):
+            with pytest.raises(RoundPipeError, match=r"'mine' is given to torch's FSDP.*leave it out"):
+                fully_shard(put_around(made(kind, two)), mesh=mesh)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sharded_weights_are_refused_before_and_after_wrapping(mesh: DeviceMesh) -> None:
+    with Runtime("cpu:2") as two:
+        with pytest.raises(ValueError, match=r"'scale' that is a DTensor.*fully_shard has no place"):
+            wrap(fully_shard(Net(), mesh=mesh), runtime=two)
+        net = Net()
+        model = wrap(net, name="mine", runtime=two, lower_threshold=1, model_run_config=TWO)
+        fully_shard(net.inner, mesh=mesh)
+        model(X).sum().backward()
+        with pytest.raises(TypeError, match="a weight is a DTensor"):
+            model.synchronize()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_fx_has_traced_can_be_wrapped_and_what_is_wrapped_says_that_it_cannot_be_traced(kind: str) -> None:
+    torch.manual_seed(0)
+    x, traced = torch.randn(4, 4), fx.symbolic_trace(Net().eval())
+    wanted = traced(x)
+
+    with Runtime("cpu:2") as two:
+        model = made(kind, two)
+        for around in (model, nn.Sequential(model, nn.Tanh())):
+            with pytest.raises(RoundPipeError, match=r"'mine', or one around it, is traced by torch\.fx"):
+                fx.symbolic_trace(around)
+        whole = wrap(traced, False, runtime=two, model_run_config=TWO, upper_threshold=1 << 20)
+        assert torch.equal(whole(x), wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)

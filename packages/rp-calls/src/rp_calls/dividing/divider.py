@@ -131,7 +131,9 @@ class Divider:
         trains, is_shared = self._trains(asked), self._is_shared(asked)
         kind = (asked.kind, is_shared, self._flags(), proposals.pattern)
         attempt = partial(self._attempt, asked, count, is_shared=is_shared)
-        found = self._divisions.of(kind, asked.name, proposals.found, attempt, trains=trains, is_shared=is_shared)
+        found = self._divisions.of(
+            kind, asked.name, proposals.found, attempt, trains=trains, count=count, is_shared=is_shared
+        )
         return kind, found
 
     def forget(self, divided: Divided) -> None:

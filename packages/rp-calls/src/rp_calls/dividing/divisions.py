@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -10,7 +11,7 @@ import rp_batch
 from rp_engine.errors import AloneOnly, TrainingWarning
 from rp_errors import warn_user
 
-from rp_calls.dividing.trial import Found
+from rp_calls.dividing.trial import Found, cuts
 
 # Kinds of calls that are tried, of each part: each trial takes two forwards. Calls of others are not split.
 _MOST_KINDS = 16
@@ -29,12 +30,13 @@ Try = Callable[[Sequence[rp_batch.Proposal]], Found | str]
 class Division:
     """How calls of one kind are split.
 
-    `way`: None if they are not, for this `reason`. `merging`: the spec that merges outputs. `unsure`: how many
-    trials had samples that were alike, since one had others.
+    `way`: None if they are not, for this `reason`. `merging`: the spec that merges outputs. `granule`: see
+    `Found`. `unsure`: how many trials had samples that were alike, since one had others.
     """
 
     way: rp_batch.Way | None
     merging: Any = None
+    granule: int = 1
     reason: str = ""
     trainings: int = 0
     next_trial: int = _AGAIN_AFTER
@@ -45,7 +47,7 @@ class Divisions:
     """How calls are split, by kind.
 
     >>> divisions = Divisions("say how")
-    >>> divisions.of("kind", "model.layer", (), lambda proposals: "too different", trains=True).way is None
+    >>> divisions.of("kind", "layer", (), lambda proposals: "too different", trains=True, count=2).way is None
     True
 
     Warnings say which submodule is not split, once for each, and with `advice` what to do if it can be.
@@ -64,11 +66,13 @@ class Divisions:
         attempt: Try,
         *,
         trains: bool,
+        count: int,
         is_shared: bool = False,
     ) -> Division:
         """Return how a call of this kind of the submodule `name` is split, after an attempt if one is due.
 
-        `trains`: whether weights may change after the call. `is_shared`: whether machines divide its microbatches.
+        `count`: of microbatches. `trains`: whether weights may change after the call. `is_shared`: whether
+        machines divide its microbatches.
 
         Raises `AloneOnly` if it is not split, but shared.
         """
@@ -79,8 +83,10 @@ class Divisions:
             is_due = trains and division.trainings + 1 == division.next_trial
             if is_due:
                 division.next_trial *= _AGAIN_AFTER
-            if is_due or 0 < division.unsure < _MOST_UNSURE:
-                self._again(division, proposals, attempt)
+            begins = _begins(division, proposals, count)
+            is_cut_elsewhere = any(begin % (division.granule or math.inf) for begin in begins)
+            if is_due or is_cut_elsewhere or 0 < division.unsure < _MOST_UNSURE:
+                self._again(division, proposals, attempt, begins)
         if division.way is None:
             if is_shared:
                 reason = f"split, it does not give what it gives for the whole batch {division.reason}"
@@ -99,13 +105,16 @@ class Divisions:
         else:
             found = attempt(proposals)
         if isinstance(found, Found):
-            return Division(found.proposal.way, found.merging, unsure=int(not found.is_sure))
+            return Division(found.proposal.way, found.merging, found.granule, unsure=int(not found.is_sure))
         return Division(None, reason=f"({found})")
 
-    def _again(self, division: Division, proposals: Sequence[rp_batch.Proposal], attempt: Try) -> None:
+    def _again(
+        self, division: Division, proposals: Sequence[rp_batch.Proposal], attempt: Try, begins: Sequence[int]
+    ) -> None:
         found = attempt([each for each in proposals if each.way == division.way])
         if isinstance(found, Found):
             division.merging = found.merging
+            division.granule = math.gcd(division.granule, found.granule, *begins)
             division.unsure = 0 if found.is_sure else division.unsure + 1
             return
         division.way, division.merging = None, None
@@ -121,6 +130,13 @@ class Divisions:
             "num_microbatch=1 says that nothing is to be split",
             TrainingWarning,
         )
+
+
+def _begins(division: Division, proposals: Sequence[rp_batch.Proposal], count: int) -> Sequence[int]:
+    """Return where a call's microbatches begin, but the first."""
+    sizes = (each.batch_size for each in proposals if each.way == division.way)
+    size = next(sizes, None)
+    return () if size is None else cuts(rp_batch.part_sizes(size, min(count, size)))
 
 
 def refuse_shared(name: str, reason: str, advice: str) -> NoReturn:

@@ -13,10 +13,12 @@ tried once more on a few rows, by layers whose weights are fp32 while they run. 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import rp_batch
@@ -53,12 +55,14 @@ class _Undecided(Exception):
 class Found:
     """The proposal that was found to be right, and the spec that merges outputs.
 
-    `is_sure`: its samples differed, so that what they do to each other could be seen.
+    `is_sure`: its samples differed, so that what they do to each other could be seen. `granule`: microbatches
+    began at multiples of it only, so of pairs, for example, none may have been cut; 0: there was one.
     """
 
     proposal: rp_batch.Proposal
     merging: Any
     is_sure: bool
+    granule: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +242,8 @@ class _Round:
         self._wide = wide = _Round(self._trial.wide(), self._set_back, is_as_called=False)
         for rows in _fewer_and_fewer(sizes, is_brief=True):
             try:
-                return replace(wide._fitted(found.proposal, rows, sum(sizes)), is_sure=found.is_sure)
+                wider = wide._fitted(found.proposal, rows, sum(sizes))
+                return replace(wider, is_sure=found.is_sure, granule=found.granule)
             except Misfit:
                 raise
             except Exception as error:
@@ -268,7 +273,8 @@ class _Round:
         try:
             parts = rp_batch.split(arguments, len(rows), proposal.spec, sizes=rows)
             merging = self._trial.fit(whole, self._run(parts), rows, self._trial.tolerance)
-            return Found(proposal, merging, is_sure=not are_alike(arguments, proposal.spec, sum(rows)))
+            is_sure = not are_alike(arguments, proposal.spec, sum(rows))
+            return Found(proposal, merging, is_sure, granule=math.gcd(*cuts(rows)))
         except rp_batch.BatchError as error:
             raise Misfit(str(error)) from None
         except Exception as error:
@@ -328,11 +334,26 @@ def _is_apart(error: BaseException) -> bool:
     return _lacks_memory(error) or isinstance(error, RoundPipeError)
 
 
+def cuts(sizes: Sequence[int]) -> Sequence[int]:
+    """Return where microbatches of these sizes begin, but the first.
+
+    >>> list(cuts((3, 3, 2)))
+    [3, 6]
+    """
+    return list(accumulate(sizes[:-1]))
+
+
 def _fewer_and_fewer(sizes: Sequence[int], *, is_brief: bool) -> Sequence[Sequence[int]]:
     """Return the sizes of the parts to compare: all, the first two, or two samples.
 
     >>> _fewer_and_fewer((3, 3, 2), is_brief=False), _fewer_and_fewer((3, 3, 2), is_brief=True)
     ([(3, 3, 2), (3, 3), (1, 1)], [(3, 2), (1, 1)])
+
+    Of several small ones after a large one, two: the second one begins at no multiple of the large one's size.
+
+    >>> _fewer_and_fewer((3, 2, 2, 2), is_brief=True)
+    [(3, 2, 2), (1, 1)]
     """
-    largest = [(sizes[0], sizes[-1])] if is_brief else [tuple(sizes), tuple(sizes[:2])]
+    smallest = sizes[-2:] if len(sizes) > 2 and sizes[0] != sizes[-2] else sizes[-1:]
+    largest = [(sizes[0], *smallest)] if is_brief else [tuple(sizes), tuple(sizes[:2])]
     return list(dict.fromkeys((*largest, (1, 1))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import wraps
 from typing import Any, Self
@@ -19,6 +19,7 @@ from rp_errors import warn_user
 from rp_stand_in import NarrowAdapters, StandIn, publish_first, renamed
 from torch import nn
 
+from roundpipe.models.calls.surroundings import refuse_symbolic_tracing, sharded
 from roundpipe.models.saved.layout import layout_of
 from roundpipe.models.wrapped.call_site import caller
 from roundpipe.models.wrapped.foreign import check_not_packed_by_others
@@ -229,6 +230,19 @@ class RoundPipeBase(StandIn):
             "model.synchronize()",
         )
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Generator[tuple[str, nn.Module]]:
+        """As torch's. Raises `RoundPipeError` while ``torch.fx`` traces, which would see none of the layers."""
+        refuse_symbolic_tracing(self.name)
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What torch's FSDP sets on each module whose parameters it is about to replace.
+        if name == "_is_fsdp_managed_module":
+            raise sharded(self.name)
+        super().__setattr__(name, value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Freeze or unfreeze all parameters, from the next call on."""

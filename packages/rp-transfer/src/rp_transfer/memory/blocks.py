@@ -225,10 +225,17 @@ def inner_tensors(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
     >>> [tuple(inner.shape) for inner in inner_tensors(torch.ones(3))]
     [(3,)]
+
+    Raises `TypeError` for a ``DTensor``, which is a part of a tensor that processes share.
     """
     flatten = getattr(type(tensor), "__tensor_flatten__", None)
     if flatten is None:
         return (tensor,)
+    if type(tensor).__name__ == "DTensor":
+        raise TypeError(
+            "a weight is a DTensor, as torch's fully_shard and tensor parallelism make them, which no device of "
+            "RoundPipe can have; leave these out: one process drives all GPUs of a machine"
+        )
     names: list[str] = flatten(tensor)[0]
     return tuple(inner for name in names for inner in inner_tensors(getattr(tensor, name)))
 

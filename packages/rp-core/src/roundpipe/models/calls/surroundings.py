@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -87,6 +88,8 @@ def odd(tensor: torch.Tensor) -> tuple[str, str] | None:
         return f"sparse tensor ({tensor.layout})", "convert it with to_dense()"
     if tensor.is_quantized:
         return f"quantized tensor ({tensor.dtype})", "convert it with dequantize()"
+    if type(tensor).__name__ == "DTensor":
+        return "DTensor", "wrap the model before it is sharded: fully_shard has no place beside RoundPipe"
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
         return "tensor without values (meta or fake)", "make it on the CPU"
     return None
@@ -111,6 +114,31 @@ def _refuse_tracing(name: str) -> None:
             f"model {name!r} was called inside torch.jit.trace, which sees none of its layers; trace the model "
             "that was wrapped, before wrapping it"
         )
+
+
+def refuse_symbolic_tracing(name: str) -> None:
+    """Raise `RoundPipeError` if ``torch.fx`` is tracing here."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage] - its flag is that of all threads
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.fx._symbolic_trace":
+            raise RoundPipeError(
+                f"model {name!r}, or one around it, is traced by torch.fx, which sees none of its layers; trace "
+                "the model that was wrapped, before wrapping it: what comes out can be wrapped"
+            )
+        frame = frame.f_back
+
+
+def sharded(name: str) -> RoundPipeError:
+    """Return the error of a wrapped model whose parameters torch's FSDP would replace.
+
+    >>> sharded("model")
+    RoundPipeError("model 'model' is given to torch's FSDP ..., which would replace ...")
+    """
+    return RoundPipeError(
+        f"model {name!r} is given to torch's FSDP (fully_shard), or one around it is, which would replace the "
+        "parameters that its devices read; leave it out: one process drives all GPUs of a machine, and torchrun "
+        "with a process a machine joins machines (docs/machines.md)"
+    )
 
 
 def _refuse_replicas(name: str) -> None:
