@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import pytest
 import torch
+from disks import Fault
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,7 +40,7 @@ from rp_optim import (
 )
 from rp_optim.disk.blocks import Blocks
 from rp_optim.disk.memory import Arena
-from rp_optim.disk.system import SYSTEM, System
+from rp_optim.disk.system import SYSTEM
 from rp_optim.disk.volume import Transfer, Volume
 from rp_optim.host import HostOptimizer
 
@@ -186,43 +186,6 @@ def test_blocks_have_what_was_written_last_in_any_order(
 
 
 # Faults
-
-
-class Fault:
-    """The system's calls, of which the `nth` of one kind and those after it go wrong until `is_over`."""
-
-    def __init__(self, kind: str, how: str, nth: int) -> None:
-        self._how, self._left, self._lock = how, nth, Lock()
-        self.has_struck = self.is_over = False
-        calls: dict[str, Any] = {kind: self._around(getattr(SYSTEM, kind))}
-        self.system: System = replace(SYSTEM, **calls)
-
-    def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(*args: Any) -> Any:
-            with self._lock:
-                self._left -= 1
-                strikes = self._left < 0 and not self.is_over
-                self.has_struck = self.has_struck or strikes
-            return self._strike(call, *args) if strikes else call(*args)
-
-        return faulty
-
-    def _strike(self, call: Callable[..., Any], *args: Any) -> Any:
-        if self._how == "short":
-            # A part is moved, and less of it is told: that need not be aligned.
-            descriptor, memory, offset = args
-            pages = max(len(memory) // 8192, 1)
-            return call(descriptor, memory[: pages * 4096], offset) - (pages > 1)
-        if self._how == "none":
-            return 0
-        if self._how == "delay":
-            time.sleep(0.002)
-            return call(*args)
-        if self._how == "stall":
-            while not self.is_over:
-                time.sleep(0.01)
-            return call(*args)
-        raise OSError(getattr(errno, self._how), os.strerror(getattr(errno, self._how)))
 
 
 SMALL = [(50, 30), (2000,), (40, 40), (1700,), (64, 64)]
@@ -507,7 +470,7 @@ def test_where_space_cannot_be_reserved_zeros_take_it(tmp_path: Path) -> None:
     volume = Volume([str(tmp_path)], system=replace(SYSTEM, reserve=reserve), stripe_bytes=1 << 20)
     volume.reserve(9 << 20)
 
-    assert os.fstat(volume.files[0]._descriptor).st_blocks * 512 >= 9 << 20
+    assert os.fstat(volume.files[0].descriptor).st_blocks * 512 >= 9 << 20
 
 
 def test_a_disk_is_measured_in_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

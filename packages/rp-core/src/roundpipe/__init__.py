@@ -47,6 +47,7 @@ from rp_engine.errors import (
     TrainsNothing,
 )
 from rp_engine.estimates import MemoryForecast
+from rp_engine.wrapping import FrozenDisk
 from rp_errors import count_as_inside
 from rp_packing import Fp8, KernelWarning, PackedWeight, lend, pack_frozen, unpack_frozen
 
@@ -78,6 +79,7 @@ __all__ = [
     "DeviceMemoryWarning",
     "DifferentiatedTwice",
     "Fp8",
+    "FrozenDisk",
     "GradScaler",
     "GradientsIncomplete",
     "HostMemoryShort",

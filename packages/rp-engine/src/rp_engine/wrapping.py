@@ -1,6 +1,7 @@
 """What whoever wraps modules asks of the engine: hooks, entrances, kinds of storage, and runs beside the calls."""
 
 from rp_recompute.precision import may_use_cudnn
+from rp_state.frozen.store import FrozenDisk, FrozenStore
 from rp_state.layers import PinMode
 from rp_state.master import unrounded
 from rp_state.model_state import MasterKind
@@ -21,6 +22,8 @@ from rp_engine.widening import Widening, is_narrow, widened
 __all__ = [
     "Compute",
     "Entrance",
+    "FrozenDisk",
+    "FrozenStore",
     "MasterKind",
     "PinMode",
     "View",

@@ -90,13 +90,14 @@ def fingerprint(state: ModelState) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "trained parameters": state.digest,
         "pin_model": state.options.pin,
+        "frozen on disk": state.options.frozen is not None,
         "optim_dtype": str(state.options.optim_dtype),
         "double_buffer": state.double_buffer,
         "master": state.options.master,
         "weights": 0,
     }
     for block in state.blocks:
-        if state.options.pin == "alloc" or block.kind != "frozen":
+        if not block.on_disk and (state.options.pin == "alloc" or block.kind != "frozen"):
             # Frozen weights that stay in files are not read for this.
             facts["weights"] = checksum([block.kind, *block.values], facts["weights"])
     return facts

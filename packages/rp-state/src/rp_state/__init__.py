@@ -7,6 +7,7 @@ from rp_errors import count_as_inside
 
 from rp_state.block import Block
 from rp_state.errors import GradientsIncomplete, Stale, StepFailed
+from rp_state.frozen.store import FrozenDisk, FrozenStore
 from rp_state.gradient import Gradient
 from rp_state.health import Health
 from rp_state.layers import LayerState, PinMode
@@ -20,6 +21,8 @@ count_as_inside("rp_state")
 
 __all__ = [
     "Block",
+    "FrozenDisk",
+    "FrozenStore",
     "Gradient",
     "GradientsIncomplete",
     "Habits",

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from rp_optim import write_weights
-from rp_transfer import Backend, Group, Kind, MappedFiles, Turns
+from rp_transfer import Backend, Group, Kind, MappedFiles, Piece, Turns
 
+from rp_state.frozen.source import DiskPart
 from rp_state.gradient import Gradient
 from rp_state.master import is_split
 from rp_state.shards import Segment
@@ -17,9 +18,10 @@ class Block:
     """Tensors of one kind and dtype that the same layers use, and `turns`, the order of access to them.
 
     `memory`: one contiguous block (numel,), or None if the tensors stay in their own storages, which
-    `registration` keeps pinned if they are registered. `is_staged`: some of this memory is not pinned, so the host
-    copies it to pinned memory for each upload. `writes`: whether a layer was seen to write these buffers; None
-    until one has run in this mode. `looked_at`: the layers that were checked for that. `counts_writes`: whether
+    `registration` keeps pinned if they are registered. `on_disk`: where frozen weights are read for each upload;
+    the tensors are then mapped to files. `is_staged`: some of this memory is not pinned, so the host copies it to
+    pinned memory for each upload. `writes`: whether a layer was seen to write these buffers; None until one has
+    run in this mode. `looked_at`: the layers that were checked for that. `counts_writes`: whether
     torch's version counters have shown a write, which a layer may make in some microbatches only. `is_persistent`:
     whether some of these buffers are in state dicts.
 
@@ -36,6 +38,7 @@ class Block:
         files: MappedFiles,
         memory: torch.Tensor | None = None,
         registration: object = None,
+        on_disk: Sequence[DiskPart] = (),
     ) -> None:
         self.kind: Kind = group.kind
         self.users = group.users
@@ -45,6 +48,7 @@ class Block:
         self.gradient = Gradient(backend, self.layout) if group.kind == "trainable" else None
         self.memory = memory
         self.registration = registration
+        self.on_disk = tuple(on_disk)
         self.writes: bool | None = None
         self.looked_at: set[int] = set()
         self.counts_writes = False
@@ -94,6 +98,10 @@ class Block:
             return
         for span, value in zip(self.layout.spans, self.values, strict=True):
             yield target[span.offset : span.offset + span.numel], value.view(-1)
+
+    def pieces_on_disk(self, target: torch.Tensor) -> Iterable[Piece]:
+        """Pairs (slice of `target`, what is read into it), as `pieces`, of a block on disk."""
+        return [(target[part.start : part.stop], part.source) for part in self.on_disk]
 
     def host_tensors(self) -> Sequence[torch.Tensor]:
         """Return the host memory that `pieces` reads."""

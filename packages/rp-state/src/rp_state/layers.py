@@ -10,6 +10,7 @@ import torch
 from rp_transfer import Backend, Group, Kind, MappedFiles, give_back_freed, group, tensors_of
 
 from rp_state.block import Block
+from rp_state.frozen.store import FrozenStore
 from rp_state.modules.signature import has_hooks
 
 PinMode = Literal["alloc", "register", "off"]
@@ -53,6 +54,7 @@ def build_layers(
     pin: PinMode,
     foresee: Foresee,
     kept: Sequence[Block] = (),
+    store: FrozenStore | None = None,
 ) -> tuple[LayerState, ...]:
     """Group the layers' tensors into blocks.
 
@@ -60,10 +62,10 @@ def build_layers(
     module that occurs twice in the sequence has one block for both.
 
     `kept`: blocks that stay as they are, whether or not their parameters still require grad; other tensors are
-    grouped beside them.
+    grouped beside them. `store`: where frozen weights are put; None: they are in memory.
 
-    Raises what `foresee` raises, and `ValueError` for tensors that are not on the host, sparse tensors, parameters
-    with hooks, and buffers that require grad.
+    Raises what `foresee` raises, `DiskError` if frozen weights cannot be put on disk, and `ValueError` for tensors
+    that are not on the host, sparse tensors, parameters with hooks, and buffers that require grad.
     """
     for index, module in enumerate(modules):
         for kind, tensor in tensors_of(module):
@@ -71,7 +73,7 @@ def build_layers(
     groups = _without(group(modules), kept)
     files = MappedFiles.now()
     foresee(groups, files)
-    blocks = [*kept, *_build_blocks(backend, groups, pin, files)]
+    blocks = [*kept, *_build_blocks(backend, groups, pin, files, store)]
     persistent = _persistent_buffers(modules)
     for block in blocks:
         block.is_persistent = any(id(tensor) in persistent for tensor in block.tensors)
@@ -98,7 +100,29 @@ def _persistent_buffers(modules: Sequence[torch.nn.Module]) -> set[int]:
     }
 
 
-def _build_blocks(backend: Backend, groups: Sequence[Group], pin: PinMode, files: MappedFiles) -> list[Block]:
+def _build_blocks(
+    backend: Backend,
+    groups: Sequence[Group],
+    pin: PinMode,
+    files: MappedFiles,
+    store: FrozenStore | None,
+) -> list[Block]:
+    on_disk = _on_disk(backend, [each for each in groups if store and goes_to_disk(each)], files, store)
+    in_memory = [each for each in groups if each not in on_disk]
+    built = on_disk | _in_memory(backend, in_memory, pin, files)
+    return [built[each] for each in groups]
+
+
+def _on_disk(
+    backend: Backend, groups: Sequence[Group], files: MappedFiles, store: FrozenStore | None
+) -> dict[Group, Block]:
+    if store is None:
+        return {}
+    store.reserve([each.tensors for each in groups], files)
+    return {each: Block(backend, each, files, on_disk=store.take_in(each.tensors, files)) for each in groups}
+
+
+def _in_memory(backend: Backend, groups: Sequence[Group], pin: PinMode, files: MappedFiles) -> dict[Group, Block]:
     moving = [each for each in groups if moves(each, pin)]
     memories = backend.host_blocks([each.layout for each in moving])
     for tensor in (tensor for each in moving for tensor in each.tensors):
@@ -111,11 +135,18 @@ def _build_blocks(backend: Backend, groups: Sequence[Group], pin: PinMode, files
         give_back_freed()
     staying = [tensor for each in groups if each not in moved for tensor in each.tensors]
     registration = backend.register(staying) if pin == "register" else None
-    return [moved.get(each) or Block(backend, each, files, registration=registration) for each in groups]
+    return {each: moved.get(each) or Block(backend, each, files, registration=registration) for each in groups}
 
 
-def moves(each: Group, pin: PinMode) -> bool:
-    """Return whether these tensors move into a block rather than stay in their memory."""
+def goes_to_disk(each: Group | Block) -> bool:
+    """Return whether these tensors are what a `FrozenStore` takes."""
+    return each.kind == "frozen"
+
+
+def moves(each: Group, pin: PinMode, *, has_disk: bool = False) -> bool:
+    """Return whether these tensors move into a block in memory rather than stay where they are, or go to disk."""
+    if has_disk and goes_to_disk(each):
+        return False
     return pin == "alloc" or each.kind == "buffer" or not all(tensor.is_contiguous() for tensor in each.tensors)
 
 

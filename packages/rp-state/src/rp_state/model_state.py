@@ -15,6 +15,7 @@ from rp_transfer import Backend, Turns
 
 from rp_state.block import Block
 from rp_state.errors import Stale
+from rp_state.frozen.store import FrozenDisk, FrozenStore
 from rp_state.halves import TellsWhole, can_split, same_bits, tell_kept_whole
 from rp_state.health import Health
 from rp_state.layers import Foresee, PinMode, build_layers
@@ -66,7 +67,8 @@ class HostOptions:
     `optim_dtype`: the masters' dtype; None for the weights'. `double_buffer`: whether trained weights have second
     blocks; None if the engine decides, before the first step. `master`: whether bf16 weights are the upper halves
     of their masters. `disk`: where the lower halves are; None for memory. `steps_in_backward`: the optimizer steps
-    during each training call, and layers pass their gradients' memory on.
+    during each training call, and layers pass their gradients' memory on. `frozen`: where the frozen weights are;
+    None for memory.
     """
 
     pin: PinMode = "alloc"
@@ -75,6 +77,7 @@ class HostOptions:
     master: MasterKind = "whole"
     steps_in_backward: bool = False
     disk: Disk | None = None
+    frozen: FrozenDisk | None = None
 
 
 class ModelState:
@@ -110,6 +113,7 @@ class ModelState:
         self.double_buffer = options.double_buffer
         self.backend = backend
         self.modules = tuple(modules)
+        self._store = FrozenStore.on(options.frozen) if options.frozen else None
         self.version = 0
         # The latest versions with what made them, in words.
         self.changes: deque[tuple[int, str]] = deque(maxlen=64)
@@ -132,7 +136,7 @@ class ModelState:
     @torch.inference_mode(False)
     def build(self, foresee: Foresee, kept: Sequence[Block] = ()) -> None:
         """Build all blocks but those `kept` from the current layers; nothing may be running."""
-        self.layers = build_layers(self.backend, self.modules, self.options.pin, foresee, kept)
+        self.layers = build_layers(self.backend, self.modules, self.options.pin, foresee, kept, self._store)
         self.blocks = tuple(dict.fromkeys(block for layer in self.layers for block in layer.blocks))
         self.trainable = tuple(block for block in self.blocks if block.kind == "trainable")
         self._divide(self.shards)

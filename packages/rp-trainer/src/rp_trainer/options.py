@@ -22,7 +22,7 @@ class RoundPipeOptions(WrapOptions):
         model_run_config: settings of all calls, such as ``RoundPipeRunConfig(num_microbatch=8)``.
         optim_dtype: dtype of the master weights; by default fp32 for 16-bit weights, otherwise that of the
             weights.
-        pin_model, compile_layers, double_buffer, master, compute, example_inputs, adapter_dtype: see
+        pin_model, compile_layers, double_buffer, master, frozen, compute, example_inputs, adapter_dtype: see
             `roundpipe.wrap_model_to_roundpipe`.
         step_in_backward: the optimizer steps each layer during the call as soon as its gradients have arrived, and
             the next layer's gradients reuse their memory. It needs a trainer with the model's own loss,

@@ -33,11 +33,12 @@ from rp_transfer.errors import (
     is_out_of_memory,
 )
 from rp_transfer.memory.blocks import Group, Kind, Layout, Span, group, inner_tensors, tensors_of
-from rp_transfer.memory.files import GivingBack, MappedFiles
+from rp_transfer.memory.files import FileRange, GivingBack, MappedFiles, is_written
 from rp_transfer.memory.limits import HostLimit, host_limits, resident_bytes, tightest
 from rp_transfer.memory.pages import give_back_freed
 from rp_transfer.memory.raw import bytes_of
 from rp_transfer.order.conveyor import Conveyor
+from rp_transfer.order.read_ahead import Expected, Piece, Reading, Source
 from rp_transfer.order.retain import Retainer
 from rp_transfer.order.turns import Ticket, Turns
 from rp_transfer.select import default_devices, local_processes, open_backend, parse_devices
@@ -55,6 +56,8 @@ __all__ = [
     "Device",
     "DeviceStringError",
     "Event",
+    "Expected",
+    "FileRange",
     "GivingBack",
     "Graph",
     "GraphPool",
@@ -67,8 +70,11 @@ __all__ = [
     "MemoryUse",
     "NotCapturable",
     "NotConforming",
+    "Piece",
     "PinningWarning",
+    "Reading",
     "Retainer",
+    "Source",
     "Span",
     "Stream",
     "Ticket",
@@ -82,6 +88,7 @@ __all__ = [
     "host_limits",
     "inner_tensors",
     "is_out_of_memory",
+    "is_written",
     "local_processes",
     "open_backend",
     "parse_devices",

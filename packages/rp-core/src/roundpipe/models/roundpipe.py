@@ -38,7 +38,7 @@ from rp_engine import (
     StepDuring,
     WholeModel,
 )
-from rp_engine.wrapping import Compute, MasterKind, PinMode, check_compute
+from rp_engine.wrapping import Compute, FrozenDisk, MasterKind, PinMode, check_compute
 from rp_generate import generated
 from rp_optim import Disk
 from rp_packing import Fp8
@@ -93,6 +93,12 @@ class RoundPipe(RoundPipeBase):
             which is up to twice as fast on GPUs that have it, for one more rounding of each factor. An
             `Fp8` says which products and which layers; docs/how-to/fp8.md says what it does to numbers.
 
+        frozen: where frozen weights are: ``"memory"``, or ``"disk:DIR[,DIR...]"``: in files without names in
+            these directories, from where each upload reads them through a small pinned ring. They are written
+            once, here, layer by layer; with one directory, those in files on the same disk, such as a
+            checkpoint's that is mapped, are left there. What reads them on the host has them mapped.
+            docs/how-to/disk.md says more.
+
     >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     >>> with Runtime("cpu:2") as runtime:
     ...     model = RoundPipe(layers, runtime=runtime, model_run_config=RoundPipeRunConfig(num_microbatch=2))
@@ -130,6 +136,7 @@ class RoundPipe(RoundPipeBase):
         master: MasterKind | str | Disk = "whole",
         step_in_backward: bool = False,
         compute: Compute | Fp8 | None = None,
+        frozen: str | FrozenDisk = "memory",
     ) -> None:
         options = WrapOptions(
             optim_dtype=optim_dtype,
@@ -141,6 +148,7 @@ class RoundPipe(RoundPipeBase):
             master=master,
             step_in_backward=step_in_backward,
             compute=compute,
+            frozen=frozen,
         )
         _check_model(model)
         super().__init__(model, name, options.host.optim_dtype)

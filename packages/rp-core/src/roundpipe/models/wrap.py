@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rp_engine import RoundPipeRunConfig, Runtime
 from rp_engine.estimates import HostMemoryCheck
-from rp_engine.wrapping import Compute, MasterKind, PinMode, check_compute, register_lazy_hooks
+from rp_engine.wrapping import Compute, FrozenDisk, MasterKind, PinMode, check_compute, register_lazy_hooks
 from rp_optim import Disk
 from rp_packing import Fp8
 from rp_stand_in import narrowed
@@ -47,6 +47,7 @@ def wrap_model_to_roundpipe(
     master: MasterKind | str | Disk = "whole",
     step_in_backward: bool = False,
     compute: Compute | Fp8 | None = None,
+    frozen: str | FrozenDisk = "memory",
     adapter_dtype: torch.dtype | None = None,
 ) -> RoundPipe | AutoRoundPipe:
     """Wrap a model; a Hugging Face model with a preset becomes a sequence of layers that share its parameters.
@@ -60,8 +61,8 @@ def wrap_model_to_roundpipe(
         skip_modules: submodules that are left on the host.
         override_config: settings by submodule, over `model_run_config`.
         model_run_config, name, optim_dtype, pin_model, runtime, compile_layers, double_buffer: for `RoundPipe`.
-        master, step_in_backward, compute: for `RoundPipe`. Parameters outside all wrapped submodules keep whole
-            masters.
+        master, step_in_backward, compute, frozen: for `RoundPipe`. Parameters outside all wrapped submodules keep
+            whole masters, and are in memory.
         adapter_dtype: dtype in which the devices have the trained parameters of a PEFT model, which PEFT makes in
             fp32 whatever the base is; default: as they are. In bf16 their products are as fast as the base's. The
             optimizer's masters start from the unrounded values and are fp32, unless `optim_dtype` says otherwise,
@@ -100,6 +101,8 @@ def wrap_model_to_roundpipe(
         master=master,
         step_in_backward=step_in_backward,
         compute=compute,
+        # One object, so that all parts share its files.
+        frozen=FrozenDisk.of(frozen) or "memory",
     )
     rules = Rules(
         lower_threshold, _upper(model, upper_threshold, options), skip_modules, _configs(override_config)

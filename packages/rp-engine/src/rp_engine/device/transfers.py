@@ -12,8 +12,9 @@ from rp_state.block import Block
 from rp_state.gradient import Gradient
 from rp_telemetry.layer_times import LayerTimes
 from rp_telemetry.tracing import SILENT, Tracer
-from rp_transfer import Event, Ticket
+from rp_transfer import Event, Expected, Ticket
 
+from rp_engine.errors import add_note
 from rp_engine.runtime.porter import Porter
 
 
@@ -86,21 +87,30 @@ def bring(
     times: LayerTimes | None,
     tracer: Tracer,
     saved: torch.Tensor | None = None,
+    expected: Expected | None = None,
+    *,
+    is_again: bool = False,
 ) -> Event:
     """Upload a block into device memory (numel,) and leave its turn, except a writer's: layers may write then.
 
-    `saved`: what `save` returned, (numel,) on the host: uploaded instead, without a turn.
+    `saved`: what `save` returned, (numel,) on the host: uploaded instead, without a turn. `expected`: its pieces
+    on disk, which were announced to the porter's conveyor. `is_again`: its turn was left when it came before.
 
     Returns the event after which the memory is readable.
     """
     if saved is not None:
         porter.conveyor.upload(memory, saved)
         return porter.conveyor.record()
+    if is_again and expected is not None:
+        _upload_read(porter, block, expected)
+        return porter.conveyor.record()
     with _traced(tracer, porter, block, "wait"):
         ticket.enter(None if block.is_staged else porter.stream)
     with _traced(tracer, porter, block, "upload"):
         moving = None if times is None else times.transfers.begin(porter.device.name, porter.stream)
-        for target, source in block.pieces(memory):
+        if expected is not None:
+            _upload_read(porter, block, expected)
+        for target, source in block.pieces(memory) if expected is None else ():
             porter.conveyor.upload(target, source)
         if moving is not None:
             moving.end("up", block.nbytes, is_staged=block.is_staged)
@@ -108,6 +118,15 @@ def bring(
     if not ticket.writes:
         ticket.leave(arrived)
     return arrived
+
+
+def _upload_read(porter: Porter, block: Block, expected: Expected) -> None:
+    try:
+        porter.conveyor.upload_read(expected)
+    except Exception as error:
+        # The task that waits for it may be at another layer.
+        add_note(error, f"RoundPipe: while the frozen weights of {block} were read from disk")
+        raise
 
 
 def save(porter: Porter, memory: torch.Tensor, written: Sequence[Event]) -> torch.Tensor:

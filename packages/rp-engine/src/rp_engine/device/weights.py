@@ -79,7 +79,8 @@ class Weights:
 
     `turns` and `gradient_turns`: the tickets that the calling thread took for this task; gradients of blocks
     without a ticket are dropped. `spare_bytes`: how much device memory gradient sums of earlier tasks may still
-    occupy while this one runs. `saved`: blocks, (numel,) on the host, that are uploaded instead of the model's.
+    occupy while this one runs. `saved`: blocks, (numel,) on the host, that are uploaded instead of the model's;
+    None: read from disk once more.
     `times`: measures their transfers; None: it does not.
     """
 
@@ -91,10 +92,10 @@ class Weights:
         *,
         spare_bytes: int = 0,
         times: LayerTimes | None = None,
-        saved: dict[Block, torch.Tensor] | None = None,
+        saved: dict[Block, torch.Tensor | None] | None = None,
     ) -> None:
         self.on = on
-        self.saved = {} if saved is None else saved
+        self.saved: dict[Block, torch.Tensor | None] = {} if saved is None else saved
         self._times = times
         self._spare_bytes = spare_bytes
         self._tracer = on.tracer
@@ -145,8 +146,19 @@ class Weights:
         stream = self._lane.inbox.stream
         memory = self._device.empty((block.layout.numel,), block.layout.dtype, stream=stream)
         self.on.kept.bring(block.nbytes)
-        arriving = self._lane.inbox.submit(
-            bring, self._lane.inbox, block, memory, ticket, self._times, self._tracer, self.saved.get(block)
+        inbox = self._lane.inbox
+        expected = inbox.conveyor.announce(block.pieces_on_disk(memory)) if block.on_disk else None
+        arriving = inbox.submit(
+            bring,
+            inbox,
+            block,
+            memory,
+            ticket,
+            self._times,
+            self._tracer,
+            self.saved.get(block),
+            expected,
+            is_again=block in self.saved,
         )
         self._arriving[block] = (memory, arriving)
 
@@ -407,8 +419,10 @@ class Weights:
         # Recomputation sets buffers on the device.
         now = self._device.compute.record()
         for block, (memory, arriving) in self._arriving.items():
-            is_left = not self.turns[block].writes
-            if is_left and block not in self.saved and arriving.exception() is None:
+            is_left = not self.turns[block].writes and arriving.exception() is None
+            if is_left and block.on_disk:
+                self.saved[block] = None
+            elif is_left and block not in self.saved:
                 saving = self._lane.outbox.submit(save, self._lane.outbox, memory, (arriving.result(), now))
                 self.saved[block] = saving.result()
         self.release()

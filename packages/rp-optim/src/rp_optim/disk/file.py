@@ -11,6 +11,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from weakref import finalize
 
@@ -31,6 +32,17 @@ _ZEROS_BYTES = 8 << 20
 _NAME = "roundpipe-{user}-{number}.working-state"
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a file holds, in the words of errors, and what else to do where there is no space for it."""
+
+    name: str = "working state"
+    remedy: str = "keep smaller state (state='8bit')"
+
+
+WORKING_STATE = Contents()
+
+
 class WorkingFile:
     """A file without a name (`O_TMPFILE`), which nobody else can open and which ends with this object or process.
 
@@ -40,15 +52,18 @@ class WorkingFile:
     Raises `DiskError`, and `DiskFull` where there is no space; each names the directory.
     """
 
-    def __init__(self, directory: str, descriptor: int, system: System) -> None:
+    def __init__(
+        self, directory: str, descriptor: int, system: System, contents: Contents = WORKING_STATE
+    ) -> None:
         self.directory = directory
-        self._descriptor = descriptor
+        self.contents = contents
+        self.descriptor = descriptor
         self._system = system
         # Never closed otherwise: a queued transfer would go to whatever file gets this number next.
         finalize(self, os.close, descriptor).atexit = False
         self.alignment, self.is_direct = PAGE, False
         self._try_direct()
-        _log.info("working state is in %s: %s", directory, self.described())
+        _log.info("%s is in %s: %s", contents.name, directory, self.described())
 
     def described(self) -> str:
         """Say in words how the file is opened."""
@@ -56,63 +71,77 @@ class WorkingFile:
         return f"{how}, aligned to {self.alignment} bytes"
 
     def _try_direct(self) -> None:
-        alignment = self._system.alignment(self._descriptor)
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        alignment = self._system.alignment(self.descriptor)
+        flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
         try:
             if alignment <= 0:
                 return
-            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
             self._try_out(max(alignment, PAGE))
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise self._failed("be written", 0, error) from error
-            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
+            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags)
         else:
             self.alignment, self.is_direct = max(alignment, PAGE), True
 
     def _try_out(self, nbytes: int) -> None:
         memory = memoryview(empty_memory(nbytes))
-        self._system.write(self._descriptor, memory, 0)
-        self._system.read(self._descriptor, memory, 0)
+        self._system.write(self.descriptor, memory, 0)
+        self._system.read(self.descriptor, memory, 0)
 
-    def reserve(self, nbytes: int) -> None:
-        """Reserve space for the first `nbytes`, so that no later write lacks any: if need be, by zeros."""
+    def reserve(self, nbytes: int, start: int = 0) -> None:
+        """Reserve space for `nbytes` from `start` on, so that no later write lacks any: if need be, by zeros."""
         try:
             if nbytes:
-                self._system.reserve(self._descriptor, 0, nbytes)
+                self._system.reserve(self.descriptor, start, nbytes)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
-                raise self._failed(f"get {nbytes} bytes", 0, error) from error
-            self._fill(nbytes)
+                raise self._failed(f"get {nbytes} bytes", start, error) from error
+            self._fill(nbytes, start)
 
-    def _fill(self, nbytes: int) -> None:
+    def _fill(self, nbytes: int, start: int) -> None:
         zeros = memoryview(empty_memory(min(nbytes, _ZEROS_BYTES)))
-        for offset in range(0, nbytes, _ZEROS_BYTES):
-            self._transfer(self._system.write, "be written", zeros[: nbytes - offset], offset)
+        for done in range(0, nbytes, _ZEROS_BYTES):
+            self.write_any(zeros[: nbytes - done], start + done)
 
     def read(self, memory: memoryview, offset: int) -> None:
         """Fill the memory from the file at `offset`."""
-        self._transfer(self._system.read, "be read", memory, offset)
+        self.read_any(memory, offset, len(memory))
 
     def write(self, memory: memoryview, offset: int) -> None:
         """Write all of the memory to the file at `offset`."""
-        self._transfer(self._system.write, "be written", memory, offset)
+        self.write_any(memory, offset)
+
+    def read_any(self, memory: memoryview, offset: int, needed: int) -> None:
+        """Fill `needed` bytes of the memory at least, from any range: the file may end there. Not checked."""
+        self._transfer(self._system.read, "be read", memory, offset, needed)
+
+    def write_any(self, memory: memoryview, offset: int) -> None:
+        """Write a range of which others will be read."""
+        self._transfer(self._system.write, "be written", memory, offset, len(memory))
 
     def _transfer(
-        self, call: Callable[[int, memoryview, int], int], what: str, memory: memoryview, offset: int
+        self,
+        call: Callable[[int, memoryview, int], int],
+        what: str,
+        memory: memoryview,
+        offset: int,
+        needed: int,
     ) -> None:
+        """Move `needed` bytes of the memory at least."""
         done = tries = 0
-        while done < len(memory):
+        while done < needed:
             try:
-                moved = call(self._descriptor, memory[done:], offset + done)
+                moved = call(self.descriptor, memory[done:], offset + done)
             except OSError as error:
                 raise self._failed(what, offset + done, error) from error
-            before, done = done, self._aligned(done + max(moved, 0), len(memory))
+            before, done = done, self._aligned(done + max(moved, 0), needed)
             tries = tries + 1 if done == before else 0
             if moved <= 0 or tries > _TRIES:
                 raise DiskError(
                     f"{self._place(offset + done)} cannot {what}: the system moves {max(moved, 0)} of "
-                    f"{len(memory) - done} bytes; the file was cut, or the disk fails"
+                    f"{needed - done} bytes; the file was cut, or the disk fails"
                 )
 
     def _aligned(self, moved: int, nbytes: int) -> int:
@@ -120,13 +149,13 @@ class WorkingFile:
         return moved if moved >= nbytes else moved // self.alignment * self.alignment
 
     def _place(self, offset: int) -> str:
-        return f"the working state in {self.directory} (at byte {offset})"
+        return f"the {self.contents.name} in {self.directory} (at byte {offset})"
 
     def _failed(self, what: str, offset: int, error: OSError) -> DiskError:
         if error.errno in _NO_SPACE:
             return DiskFull(
                 f"{self._place(offset)} cannot {what}: {error.strerror}; {free_bytes(self.directory)} bytes "
-                "are free. Free some, name more directories (disk:DIR,DIR), or keep smaller state (state='8bit')"
+                f"are free. Free some, name more directories (disk:DIR,DIR), or {self.contents.remedy}"
             )
         return DiskError(f"{self._place(offset)} cannot {what}: {error.strerror or error}")
 
@@ -138,14 +167,14 @@ class NamedFile(WorkingFile):
     the next that opens one in this directory.
     """
 
-    def __init__(self, directory: str, system: System) -> None:
+    def __init__(self, directory: str, system: System, contents: Contents = WORKING_STATE) -> None:
         _remove_abandoned(directory)
         self._path = Path(directory) / _NAME.format(user=os.getuid(), number=secrets.token_hex(8))
         descriptor = system.open(str(self._path), os.O_RDWR | os.O_CREAT | os.O_EXCL, _MODE)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         finalize(self, _unlink, self._path, os.getpid())
         self._checksums: dict[int, int] = {}
-        super().__init__(directory, descriptor, system)
+        super().__init__(directory, descriptor, system, contents)
 
     def described(self) -> str:
         """Say in words how the file is opened."""
@@ -163,30 +192,30 @@ class NamedFile(WorkingFile):
         self._checksums[offset] = zlib.crc32(memory)
 
 
-def open_file(directory: str, system: System = SYSTEM) -> WorkingFile:
-    """Open a file of working state in a directory, which must exist.
+def open_file(directory: str, system: System = SYSTEM, contents: Contents = WORKING_STATE) -> WorkingFile:
+    """Open a file of working state, or other contents, in a directory, which must exist.
 
     Raises `DiskError` if it cannot be, with the reason.
     """
     if sys.platform != "linux":
-        raise DiskError(f"working state on disk needs Linux, but this is {sys.platform}; keep it in memory")
+        raise DiskError(f"{contents.name} on disk needs Linux, but this is {sys.platform}; keep it in memory")
     try:
         # A plain file system check first: O_TMPFILE answers ENOENT both for lack of it and for no directory.
         if not Path(directory).is_dir():
-            raise DiskError(f"working state needs a directory, but {directory} is none; make it first")
-        return _opened(directory, system)
+            raise DiskError(f"{contents.name} needs a directory, but {directory} is none; make it first")
+        return _opened(directory, system, contents)
     except OSError as error:
-        raise DiskError(f"working state cannot be opened in {directory}: {error.strerror or error}") from error
+        raise DiskError(f"{contents.name} cannot be opened in {directory}: {error.strerror or error}") from error
 
 
-def _opened(directory: str, system: System) -> WorkingFile:
+def _opened(directory: str, system: System, contents: Contents) -> WorkingFile:
     try:
         descriptor = system.open(directory, os.O_TMPFILE | os.O_RDWR, _MODE)
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
-        return NamedFile(directory, system)
-    return WorkingFile(directory, descriptor, system)
+        return NamedFile(directory, system, contents)
+    return WorkingFile(directory, descriptor, system, contents)
 
 
 def free_bytes(directory: str) -> int:

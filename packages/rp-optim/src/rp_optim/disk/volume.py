@@ -31,11 +31,12 @@ class Transfer:
     """Parts of one read or write under way, each with its directory and the threads there.
 
     `stall_s`: the most seconds in which a directory may end no part at all, however many wait there. Time in which
-    this process was stopped does not count.
+    this process was stopped does not count. `advice`: what to do then.
     """
 
     parts: tuple[tuple[Outcome[None], str, TransferThreads], ...] = ()
     stall_s: float = STALL_S
+    advice: str = "its state is unknown, so load a checkpoint, with another directory if it stays so"
 
     def done(self) -> bool:
         """Return whether no part uses its memory any more."""
@@ -49,8 +50,7 @@ class Transfer:
         for outcome, directory, threads in self.parts:
             if not self._ended(outcome, threads):
                 raise DiskStalled(
-                    f"the disk of {directory} has not answered for {self.stall_s:g} s; its state is unknown, so "
-                    "load a checkpoint, with another directory if it stays so"
+                    f"the disk of {directory} has not answered for {self.stall_s:g} s; {self.advice}"
                 )
         for outcome, *_ in self.parts:
             outcome.result()

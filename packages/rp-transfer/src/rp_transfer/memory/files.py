@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -23,6 +23,16 @@ PIECE_BYTES = 1 << 24
 _SWAPPED, _OF_FILE = 1 << 62, 1 << 61
 
 
+class FileRange(NamedTuple):
+    """Addresses ``[start, end)`` that are a private mapping of a file from `offset` bytes on."""
+
+    start: int
+    end: int
+    offset: int
+    inode: int
+    path: str
+
+
 class MappedFiles:
     """The address ranges of this process that are private mappings of files, as safetensors makes them.
 
@@ -34,8 +44,8 @@ class MappedFiles:
     False
     """
 
-    def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
-        self._ranges = [(0, 0), *sorted(ranges)]
+    def __init__(self, ranges: Iterable[FileRange]) -> None:
+        self._ranges = [FileRange(0, 0, 0, 0, ""), *sorted(ranges)]
 
     @classmethod
     def now(cls) -> MappedFiles:
@@ -73,8 +83,12 @@ class MappedFiles:
 
     def covers(self, address: int, nbytes: int) -> bool:
         """Return whether ``[address, address + nbytes)`` is in one mapped file."""
-        start, end = self._ranges[bisect_right(self._ranges, address, key=itemgetter(0)) - 1]
-        return start <= address and address + nbytes <= end
+        return self.range_of(address, nbytes) is not None
+
+    def range_of(self, address: int, nbytes: int) -> FileRange | None:
+        """Return the mapping that ``[address, address + nbytes)`` is in; None if it is in none."""
+        found = self._ranges[bisect_right(self._ranges, address, key=itemgetter(0)) - 1]
+        return found if found.start <= address and address + nbytes <= found.end else None
 
 
 class GivingBack(TorchFunctionMode):
@@ -138,13 +152,23 @@ class GivingBack(TorchFunctionMode):
         self._read, self._nbytes = [], 0
 
 
-def _private_files(lines: Iterable[str]) -> Iterator[tuple[int, int]]:
-    """Yield the address ranges of private file mappings in the lines of /proc/self/maps."""
+def _private_files(lines: Iterable[str]) -> Iterator[FileRange]:
+    """Yield the private file mappings in the lines of /proc/self/maps."""
     for line in lines:
-        addresses, permissions, _, _, inode, *_ = line.split(maxsplit=5)
+        addresses, permissions, offset, _, inode, *path = line.split(maxsplit=5)
         if permissions.endswith("p") and inode != "0":
             start, _, end = addresses.partition("-")
-            yield int(start, 16), int(end, 16)
+            yield FileRange(int(start, 16), int(end, 16), int(offset, 16), int(inode), "".join(path))
+
+
+def is_written(address: int, nbytes: int) -> bool:
+    """Return whether this process has written a page of ``[address, address + nbytes)``, a private mapping.
+
+    >>> ones = torch.ones(1 << 20)
+    >>> is_written(ones.data_ptr(), ones.nbytes)
+    True
+    """
+    return _is_written(address // PAGE_BYTES, -(-(address + nbytes) // PAGE_BYTES))
 
 
 def _release_pages(start: int, end: int) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from rp_transfer.api import Backend, Device, Event, Stream
 from rp_transfer.checks import check_plain
+from rp_transfer.order.read_ahead import Expected, Piece, ReadAhead
 
 CHUNK_BYTES = 64 << 20
 # Copies are queued in parts of three quarters of a chunk, two of them in flight. While the second one runs (0.9 ms
@@ -90,6 +91,7 @@ class Conveyor:
         self._slot_bytes = slot_bytes
         self._part_bytes = max(chunk_bytes * 3 // 4, 1)
         self._ring: deque[_Slot] = deque()
+        self._read_ahead = ReadAhead(backend, slot_bytes)
         # Bounded, since an idle conveyor does not consume it. Dropping an entry costs priority, not correctness.
         self._urgent: deque[tuple[Event | None, Event]] = deque(maxlen=_URGENT)
         # For each part in flight: the event after it, and memory that must live until then.
@@ -121,6 +123,21 @@ class Conveyor:
         else:
             for there, here in _cut(self._slot_bytes, destination, source):
                 self._upload_staged(there, here)
+
+    def announce(self, pieces: Iterable[Piece]) -> Expected:
+        """Note that `upload_read` will be called for these pieces, after those announced before.
+
+        They are read as early as there is room in a pinned ring of eight slots. Any thread may call this. Dropping
+        the result takes it back.
+        """
+        return self._read_ahead.announce(pieces)
+
+    def upload_read(self, expected: Expected) -> None:
+        """Read what was announced, as far as that is not done yet, and queue its copies to the device.
+
+        Raises what a source raises.
+        """
+        self._read_ahead.upload(expected, self._send_read)
 
     def download(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy from device to host, (numel,) each. The device converts the numbers if the dtypes differ.
@@ -231,6 +248,10 @@ class Conveyor:
         return True
 
     # Copies through the ring
+
+    def _send_read(self, destination: torch.Tensor, staged: torch.Tensor) -> Event:
+        self._send(destination, staged)
+        return self._stream.record()
 
     def _upload_staged(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         slot = self._slot(source.nbytes)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import torch
 from rp_engine import HostOptions, RoundPipeRunConfig, Runtime, default_runtime
-from rp_engine.wrapping import Compute, MasterKind, PinMode
+from rp_engine.wrapping import Compute, FrozenDisk, MasterKind, PinMode
 from rp_optim import Disk
 from rp_packing import Fp8
 
@@ -34,6 +34,7 @@ class WrapOptions:
     master: MasterKind | str | Disk = "whole"
     step_in_backward: bool = False
     compute: Compute | Fp8 | None = None
+    frozen: str | FrozenDisk = "memory"
 
     def __post_init__(self) -> None:
         if self.pin_model not in get_args(PinMode):
@@ -45,6 +46,7 @@ class WrapOptions:
         if not isinstance(self.step_in_backward, bool):  # pyright: ignore[reportUnnecessaryIsInstance] - as above
             raise TypeError(f"step_in_backward must be a bool, but is {self.step_in_backward!r} instead")
         # Raise for what they cannot read.
+        FrozenDisk.of(self.frozen)
         master_dtype(self.master, self.optim_dtype)
         given_config("model_run_config", self.model_run_config)
         _ = self.run_config
@@ -54,7 +56,8 @@ class WrapOptions:
         """What the engine is told of the weights on the host."""
         dtype, disk = master_dtype(self.master, self.optim_dtype), master_disk(self.master)
         kind: MasterKind = "whole" if self.master == "whole" else "split"
-        return HostOptions(self.pin_model, dtype, self.double_buffer, kind, self.step_in_backward, disk)
+        frozen = FrozenDisk.of(self.frozen)
+        return HostOptions(self.pin_model, dtype, self.double_buffer, kind, self.step_in_backward, disk, frozen)
 
     @property
     def run_config(self) -> RoundPipeRunConfig:

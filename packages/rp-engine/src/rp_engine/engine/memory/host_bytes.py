@@ -11,7 +11,7 @@ from rp_optim import Remainders
 from rp_state.block import Block
 from rp_state.gradient import sum_dtype
 from rp_state.halves import can_split
-from rp_state.layers import PinMode, moves
+from rp_state.layers import goes_to_disk, moves
 from rp_state.master import is_split, master_bytes
 from rp_state.model_state import HostOptions, MasterKind, ModelState
 from rp_state.passed_memory import sharing
@@ -116,7 +116,7 @@ def needed_by(
     found = list(blocks)
     passed_on = _passed_on(found) if options.steps_in_backward else set[int]()
     needed = added(
-        _needed(block, options.pin, second_blocks, additions, shards, has_gradients=id(block) not in passed_on)
+        _needed(block, options, second_blocks, additions, shards, has_gradients=id(block) not in passed_on)
         for block in found
     )
     return needed + HostBytes(masters=_masters_bytes(found, options, shards))
@@ -194,7 +194,7 @@ def _total_bytes(block: Group | Block, additions: int, shards: Owners) -> int:
 
 
 def _held(block: Block) -> HostBytes:
-    nbytes = sum(tensor.nbytes for tensor in block.host_tensors())
+    nbytes = 0 if block.on_disk else sum(tensor.nbytes for tensor in block.host_tensors())
     second, gradients = _beside_weights(block)
     own = HostBytes(buffers=nbytes) if block.kind == "buffer" else HostBytes(weights=nbytes)
     return replace(own, second_blocks=second, gradients=gradients)
@@ -208,14 +208,16 @@ def _beside_weights(block: Block) -> tuple[int, int]:
 
 def _needed(
     block: Group | Block,
-    pin: PinMode,
+    options: HostOptions,
     second_blocks: bool,
     additions: int,
     shards: Owners,
     *,
     has_gradients: bool,
 ) -> HostBytes:
-    is_moved = moves(block, pin) if isinstance(block, Group) else block.memory is not None
+    if options.frozen is not None and goes_to_disk(block):
+        return HostBytes()
+    is_moved = moves(block, options.pin) if isinstance(block, Group) else block.memory is not None
     nbytes = layout_bytes = block.layout.nbytes
     if not is_moved:
         nbytes = sum(tensor.nbytes for tensor in block.tensors)

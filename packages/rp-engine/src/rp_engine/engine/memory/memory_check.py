@@ -71,7 +71,7 @@ class HostMemoryCheck:
         shards = self._shards(groups)
         optim_dtype = options.optim_dtype
         whole = needed_by(groups, options, second_blocks=options.double_buffer is True, shards=shards)
-        final, peak = _growth([found for found in groups if moves(found, options.pin)], files)
+        final, peak = _growth(_moving(groups, options), files)
         inside = max(whole.weights + whole.buffers - max(final, 0), 0)
         held = HostBytes(weights=min(inside, whole.weights), buffers=max(inside - whole.weights, 0))
         adam = adam_bytes(groups, optim_dtype, shards)
@@ -94,7 +94,7 @@ class HostMemoryCheck:
     def check_rebuilding(self, state: ModelState, groups: Sequence[Group]) -> None:
         """Check a model whose blocks are about to be made anew: the old ones are freed when all are made."""
         held = held_by([state])
-        moving = sum(found.layout.nbytes for found in groups if moves(found, state.options.pin))
+        moving = sum(found.layout.nbytes for found in _moving(groups, state.options))
         certain = self._forecast("to rebuild its blocks", held, held, [state])
         self._check(replace(certain, passing_bytes=moving), [state])
 
@@ -258,6 +258,11 @@ def _made_whole_bytes(state: ModelState) -> int:
     }
     masters = [state.masters[tensor] for tensor in trained if tensor in state.masters]
     return sum(master.nbytes // 2 for master in masters if not (master.is_meta or is_split(master)))
+
+
+def _moving(groups: Sequence[Group], options: HostOptions) -> list[Group]:
+    """Those that move into blocks in memory."""
+    return [found for found in groups if moves(found, options.pin, has_disk=options.frozen is not None)]
 
 
 def _growth(moving: Sequence[Group], files: MappedFiles) -> tuple[int, int]:
