@@ -418,9 +418,9 @@ def test_state_on_disk_is_proposed_counted_and_told(config: Write, capsys: pytes
     assert "DOES NOT FIT: the disk is short by" in full
     trained = there["model"]["trained_parameters"]
     assert masters["disk"]["written_bytes_a_step"] == pytest.approx(10 * trained, rel=0.01)
-    # The blocks of the embedding's halves, and as many bytes again.
+    # The block of the embedding's halves, and six others.
     assert halves["host_bytes"]["masters"] == 2 * trained
-    assert masters["host_bytes"]["masters"] == pytest.approx(2 * 2 * 1024 * 151936, rel=0.01)
+    assert masters["host_bytes"]["masters"] == pytest.approx(2 * 1024 * 151936 + 6 * (64 << 20), rel=0.01)
     assert refused == 2
     assert "name it with --disk" in capsys.readouterr().err
 

@@ -26,8 +26,10 @@ _ON = "disk:"
 BLOCK_BYTES = 64 << 20
 # Tensors in a block begin at multiples of this, so that vectors of them do not cross cache lines.
 _CACHE_LINE = 64
-# Blocks in memory beside the largest: one that is read, one that is written, and one that waits for either.
-_AHEAD = 3
+# Blocks in memory beside the largest. With one that is read and one that is written the disk would often wait for
+# the step: with six a simulated one is busy for 0.98 of the time, with three 0.93 (0.89 and 0.62 with blocks of
+# two stripes).
+_AHEAD = 6
 
 
 @dataclass(frozen=True, slots=True)
