@@ -725,6 +725,65 @@ def test_a_loss_that_the_last_layer_computes_hides_nothing(two, kind):
     assert len(whole) == (kind != "samples")
 
 
+class Similar(nn.Module):
+    """Compares each sample with each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.normalize(self.linear(x), dim=1)
+        return y @ y.t()
+
+
+class Crowded(nn.Module):
+    """A layer of experts that have room for two thirds of the batch: who comes last finds none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output, chosen = torch.zeros_like(x), (x[:, 0] > 0).long()
+        for number, expert in enumerate(self.experts):
+            places = (chosen == number).nonzero()[: len(x) * 2 // 3, 0]
+            output = output.index_add(0, places, expert(x[places]))
+        return output
+
+
+@pytest.mark.parametrize("kind", [Similar, Crowded])
+def test_a_row_whose_first_samples_look_right_runs_in_one_piece(two, kind):
+    torch.manual_seed(0)
+    x = torch.randn(12, WIDTH).abs() * torch.tensor([1, -1, 1, -1, 1, -1, 1, -1, -1, 1, 1, 1.0])[:, None]
+    model = nn.Sequential(nn.Identity(), kind())
+
+    with told() as whole:
+        found = wrap(model, runtime=two, model_run_config=THREE)(x)
+
+    torch.testing.assert_close(found, model(x))
+    assert len(whole) == 1
+
+
+def test_ragged_outputs_of_samples_are_split(two):
+    class Ragged(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            rows = super().forward(input)
+            return torch.nested.nested_tensor([row[: 1 + int(row.sum() > 0)] for row in rows])
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Ragged(WIDTH, WIDTH)), torch.randn(6, WIDTH)
+
+    def loss_fn(output: Any, _: object) -> torch.Tensor:
+        return sum(one.square().sum() for one in output.unbind())
+
+    with told() as whole, torch.no_grad():
+        found = wrap(model, runtime=two, model_run_config=THREE).loss((x,), label=x, loss_fn=loss_fn)
+
+    torch.testing.assert_close(torch.as_tensor(found), loss_fn(model(x), None))
+    assert whole == []
+
+
 class OwnLoss(nn.Module):
     """A model that is one layer and returns its loss."""
 

@@ -46,7 +46,8 @@ def fit_rows(
 ) -> None:
     """Check that each tensor of the whole is its parts, one after another, where these have as many rows.
 
-    Other outputs, such as losses, say nothing: what microbatches contribute to them is up to the model. But if it
+    There rows must have one shape: as many columns as there are samples, for example, are no samples' own. Other
+    outputs, such as losses, say nothing: what microbatches contribute to them is up to the model. But if it
     `is_one_layer`, whose input shows nothing either, and has no others, they must be the parts' sum or mean.
 
     >>> whole, part = {("output", ()): torch.arange(4.0)}, {("output", ()): torch.arange(2.0)}
@@ -54,6 +55,7 @@ def fit_rows(
     Traceback (most recent call last):
     rp_batch.errors.MergeError: output: differs from its parts by 1
     """
+    _refuse_other_shapes(whole, outputs)
     others: list[RowKey] = []
     for place, rows in whole.items():
         parts = [output[place] for output in outputs if place in output]
@@ -66,6 +68,16 @@ def fit_rows(
     if is_one_layer and not any(place[0].startswith("output") for place in whole.keys() - others):
         for place in others:
             _fit_sum(place, whole[place], [output.get(place) for output in outputs], sizes, tolerance)
+
+
+def _refuse_other_shapes(whole: Rows, outputs: Sequence[Rows]) -> None:
+    """Refuse rows of other shapes in parts, where a place of the whole has as many rows as the parts together."""
+    found = [{path: (shape, len(rows)) for (path, shape), rows in output.items()} for output in outputs]
+    for (path, shape), rows in whole.items():
+        parts = [output.get(path, (shape, 0)) for output in found]
+        if sum(length for _, length in parts) == len(rows) and any(own != shape for own, _ in parts):
+            shapes = ", ".join(str((length, *own)) for own, length in parts)
+            raise rp_batch.MergeError(path, f"has the shape {(len(rows), *shape)}, and its parts have {shapes}")
 
 
 def _fit_sum(

@@ -52,7 +52,8 @@ def _tensors(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_nested:
-        return tensor.to_padded_tensor(0.0)
+        # Padded rows would be as long as the longest of their batch.
+        return torch.stack([one.double().square().sum() for one in tensor.unbind()])
     if tensor.is_quantized:
         return tensor.dequantize()
     return tensor if tensor.layout is torch.strided else tensor.to_dense()

@@ -32,6 +32,10 @@ from torch import nn
 from rp_calls.dividing.alike import are_alike
 from rp_calls.dividing.tolerance import tolerance
 
+# Numbers of the inputs times weights: below this, rows are compared in less than a second, and few of them may not
+# show what their values decide, such as which tokens find room at an expert.
+_SMALL = 1 << 34
+
 # From the output of the whole, those of its parts, and their sizes to the spec with which these are merged.
 Fit = Callable[[Any, Sequence[Any], Sequence[int], Callable[[torch.Tensor], float]], Any]
 
@@ -72,7 +76,7 @@ class Trial:
     `arguments`: the pair (args, kwargs) of the call. `address`: makes the engine's arguments from those of each
     microbatch. `view`: what is compared, and `widening`: makes layers compute in fp32, see
     `rp_engine.execution.call.Aside`. `is_brief`: no more rows are compared than those of the largest microbatch
-    and the smallest.
+    and the smallest, unless it is small.
     """
 
     engine: Engine
@@ -129,6 +133,10 @@ class Trial:
     def is_narrow(self) -> bool:
         """Return whether it computes in 16 bits."""
         return bool(self._autocasts()) or any(map(is_narrow, (*self._inputs(), *self._weights())))
+
+    def is_small(self) -> bool:
+        """Return whether it computes so little that all rows can be compared."""
+        return sum(one.numel() for one in self._inputs()) * sum(one.numel() for one in self._weights()) < _SMALL
 
     def wide(self) -> Trial:
         """Return the same call in fp32."""
@@ -222,7 +230,8 @@ class _Round:
         """Compare all rows of the batch or, where these do not fit on a device in one piece, fewer of them."""
         sizes = rp_batch.part_sizes(proposal.batch_size, min(count, proposal.batch_size))
         reason = ""
-        for rows in _fewer_and_fewer(sizes, is_brief=self._trial.is_brief):
+        is_brief = self._trial.is_brief and not self._trial.is_small()
+        for rows in _fewer_and_fewer(sizes, is_brief=is_brief):
             try:
                 found = self._fitted(proposal, rows, sum(sizes))
                 return self._confirmed(found, sizes) if self._trial.is_narrow() else found
