@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 
-from rp_cli.strangers.visible import visible_output
 from rp_cli.telling.console import log_printed
 from rp_cli.telling.progress import Progress
 from rp_cli.telling.terminal import say
+from rp_strangers.visible import visible_output
 from rp_trainer.finetuning.reports import StepFigures
 
 PLAN = (

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rp_cli.finetune.data.documents import Document
+from rp_data.documents import Document
 from rp_trainer.finetuning.settings import learning_rate
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn

@@ -87,9 +87,9 @@ def test_embeddings_are_enlarged_trained_and_saved(place: str) -> None:
 
 
 def first_loss(model: Any, size: int = 2) -> float:
-    from rp_cli.finetune.data.batches import Sequences
-    from rp_cli.finetune.data.rows.documents import read_samples
-    from rp_cli.finetune.data.tokens import Reader
+    from rp_data.batching.batches import Sequences
+    from rp_data.rows.documents import read_samples
+    from rp_data.tokens import Reader
 
     reader = Reader(AutoTokenizer.from_pretrained("more"), sequence=24, completions_only=False)
     documents = reader.read(read_samples("--data", [Path("a.jsonl")]))

@@ -14,13 +14,13 @@ import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rp_cli.finetune.data.chat import templates
-from rp_cli.finetune.data.chat.contents import in_parts
-from rp_cli.finetune.data.chat.turns import ChatTemplate
-from rp_cli.finetune.data.notes import Notes
-from rp_cli.finetune.data.samples import Chat
-from rp_cli.finetune.data.tokens import Reader
 from rp_cli.finetune.options import TINY
+from rp_data.chat import templates
+from rp_data.chat.contents import in_parts
+from rp_data.chat.turns import ChatTemplate
+from rp_data.notes import Notes
+from rp_data.samples import Chat
+from rp_data.tokens import Reader
 from rp_trainer.errors import Refused
 from tokenizers import processors
 from transformers import AutoTokenizer

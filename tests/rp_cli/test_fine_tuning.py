@@ -11,11 +11,11 @@ import finetuning
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from rp_cli.finetune.data.batches import Sequences, Steps
-from rp_cli.finetune.data.documents import Document
-from rp_cli.finetune.data.rows.documents import read_samples
-from rp_cli.finetune.data.tokens import Reader
 from rp_cli.main import main
+from rp_data.batching.batches import Sequences, Steps
+from rp_data.documents import Document
+from rp_data.rows.documents import read_samples
+from rp_data.tokens import Reader
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

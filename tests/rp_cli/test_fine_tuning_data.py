@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from roundpipe import Runtime, wrap_model_to_roundpipe
 from rp_cli.finetune.causality import check_causality
-from rp_cli.finetune.data.batches import Sequences, Steps
-from rp_cli.finetune.data.documents import Counts, Document, Documents, held_out
-from rp_cli.finetune.data.packing import packed
-from rp_cli.finetune.data.rows.documents import read_samples
-from rp_cli.finetune.data.samples import Chat, Completion, Sample, Text
-from rp_cli.finetune.data.tokens import Reader
+from rp_data.batching.batches import Sequences, Steps
+from rp_data.batching.packing import packed
+from rp_data.documents import Counts, Document, Documents, held_out
+from rp_data.rows.documents import read_samples
+from rp_data.samples import Chat, Completion, Sample, Text
+from rp_data.tokens import Reader
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning.batches import labels_in
 from tokenizers import processors

@@ -10,10 +10,10 @@ import finetuning
 import pytest
 import vision
 from PIL import Image
-from rp_cli.finetune.data.images.decoding import decoded
-from rp_cli.finetune.data.images.sources import Source
-from rp_cli.finetune.data.rows.shapes import sample_of
-from rp_cli.finetune.data.tokens import Reader
+from rp_data.images.decoding import decoded
+from rp_data.images.sources import Source
+from rp_data.rows.shapes import sample_of
+from rp_data.tokens import Reader
 from rp_trainer.errors import Refused
 
 SAID = {"role": "assistant", "content": "two"}

@@ -15,13 +15,13 @@ import finetuning
 import pytest
 import torch
 import vision
-from rp_cli.finetune.data.images import decoding
-from rp_cli.finetune.data.images.processor import Sight, sight_of
-from rp_cli.finetune.data.notes import Notes
-from rp_cli.finetune.data.rows.documents import read_samples
-from rp_cli.finetune.data.tokens import Reader
 from rp_cli.finetune.model import placeholders_in
 from rp_cli.main import main
+from rp_data.images import decoding
+from rp_data.images.processor import Sight, sight_of
+from rp_data.notes import Notes
+from rp_data.rows.documents import read_samples
+from rp_data.tokens import Reader
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning.settings import learning_rate
 from safetensors.torch import load_file

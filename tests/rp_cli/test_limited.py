@@ -11,7 +11,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import ENGINE, Program, ended
-from rp_cli.strangers.limited import Budget, limited
+from rp_strangers.limited import Budget, limited
 from rp_trainer.errors import Refused
 
 # One second of processor time is all that a process of these programs gets.
@@ -19,7 +19,7 @@ LIMITED = """
 import ctypes, os, resource, sys, time
 resource.setrlimit(resource.RLIMIT_CPU, (2, 2))
 from rp_trainer.errors import Refused
-from rp_cli.strangers.limited import limited
+from rp_strangers.limited import limited
 
 def loop(budget):
     budget.at("a:1")
@@ -161,7 +161,7 @@ def test_a_process_whose_messages_nobody_takes_any_more_is_ended() -> None:
 def test_a_limited_process_ends_with_the_one_that_started_it() -> None:
     code = """
 import os, sys, time
-from rp_cli.strangers.limited import limited
+from rp_strangers.limited import limited
 def wait(budget):
     yield b"%d" % os.getpid()
     time.sleep(1000)

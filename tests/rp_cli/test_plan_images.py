@@ -12,9 +12,9 @@ import torch
 import vision
 from rp_cli.estimate.meta.observe import observe
 from rp_cli.estimate.meta.towers import Patches, patches_of, with_towers
-from rp_cli.finetune.data.images.processor import Sight
 from rp_cli.main import main
 from rp_cli.options.images import ImageSizes
+from rp_data.images.processor import Sight
 from transformers import AutoModelForImageTextToText
 
 

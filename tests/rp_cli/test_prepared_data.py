@@ -13,12 +13,12 @@ import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rp_cli.finetune.data import gathered, mapped
-from rp_cli.finetune.data.batches import Sequences
-from rp_cli.finetune.data.documents import Counts, Document, Documents, held_out, table_of
-from rp_cli.finetune.data.gathered import Gathered, InFile
-from rp_cli.finetune.data.mapped import Mapped, Writer
 from rp_cli.main import main
+from rp_data import gathered, mapped
+from rp_data.batching.batches import Sequences
+from rp_data.documents import Counts, Document, Documents, held_out, table_of
+from rp_data.gathered import Gathered, InFile
+from rp_data.mapped import Mapped, Writer
 from rp_trainer.errors import Refused
 
 

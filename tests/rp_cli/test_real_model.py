@@ -17,11 +17,11 @@ import finetuning
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from rp_cli.finetune.data.batches import Sequences
-from rp_cli.finetune.data.documents import Document
-from rp_cli.finetune.data.rows.documents import read_samples
-from rp_cli.finetune.data.tokens import Reader
 from rp_cli.main import main
+from rp_data.batching.batches import Sequences
+from rp_data.documents import Document
+from rp_data.rows.documents import read_samples
+from rp_data.tokens import Reader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PLACE = Path(os.environ.get("ROUNDPIPE_REAL_CHATS", ""))

@@ -16,14 +16,14 @@ import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rp_cli.finetune.data.documents import Documents
-from rp_cli.finetune.data.notes import Notes
-from rp_cli.finetune.data.rows.documents import read_samples, samples_of
-from rp_cli.finetune.data.rows.json_rows import json_rows
-from rp_cli.finetune.data.rows.nulls import without_nulls
-from rp_cli.finetune.data.rows.tables import stored_rows
-from rp_cli.finetune.data.samples import Chat, Completion, Sample, Text
-from rp_cli.finetune.data.tokens import Reader
+from rp_data.documents import Documents
+from rp_data.notes import Notes
+from rp_data.rows.documents import read_samples, samples_of
+from rp_data.rows.json_rows import json_rows
+from rp_data.rows.nulls import without_nulls
+from rp_data.rows.tables import stored_rows
+from rp_data.samples import Chat, Completion, Sample, Text
+from rp_data.tokens import Reader
 from rp_trainer.errors import Refused
 
 # As templates of models that use tools.

@@ -14,9 +14,9 @@ import hostile_folders
 import pytest
 from hostile_folders import FOLDERS, MARKER
 from programs import COMMAND_LINE, Program
-from rp_cli.finetune.data.samples import Text
-from rp_cli.finetune.data.tokens import Reader
 from rp_cli.main import main
+from rp_data.samples import Text
+from rp_data.tokens import Reader
 from rp_trainer.errors import Refused
 from tokenizers.normalizers import Replace
 

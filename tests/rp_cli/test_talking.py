@@ -307,8 +307,8 @@ def test_commands_that_cannot_be_followed_say_so(
 def test_a_template_without_an_end_is_refused_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rp_cli.strangers.limited._LEAST_S", 3.0)
-    monkeypatch.setattr("rp_cli.strangers.limited._S_PER_BYTE", 0.0)
+    monkeypatch.setattr("rp_strangers.limited._LEAST_S", 3.0)
+    monkeypatch.setattr("rp_strangers.limited._S_PER_BYTE", 0.0)
     loop = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
     model = make_model(tmp_path / "model", template="{{ messages[0]['role'] }}" + loop)
     prompts = json_lines(tmp_path / "prompts.jsonl", CHATS)

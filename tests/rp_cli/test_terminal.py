@@ -46,7 +46,7 @@ def test_no_colours_where_they_are_not_allowed(environment: dict[str, str]) -> N
 
 
 def test_a_refusal_that_something_does_not_fit_is_red() -> None:
-    program = "from rp_cli.main import _complain; from rp_cli.strangers.visible import visible_output\n"
+    program = "from rp_cli.main import _complain; from rp_strangers.visible import visible_output\n"
     program += "with visible_output(): _complain('this does not fit: \\x1b[2J host memory is short', 2)"
 
     written = screens.bytes_shown(["-c", program], 80)

@@ -14,7 +14,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rp_cli.main import main
-from rp_cli.strangers.visible import Visible, visible, visible_output
+from rp_strangers.visible import Visible, visible, visible_output
 from tqdm import tqdm
 
 # Clears the screen, sets the window's title, turns the order of letters; the same in C1; and ends a line for some.

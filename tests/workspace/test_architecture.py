@@ -34,6 +34,7 @@ def layers(module: str) -> list[list[str]]:
     [
         ("rp-core", "roundpipe"),
         ("rp-calls", "rp_calls"),
+        ("rp-data", "rp_data"),
         ("rp-checkpoint", "rp_checkpoint"),
         ("rp-engine", "rp_engine"),
         ("rp-machines", "rp_machines"),

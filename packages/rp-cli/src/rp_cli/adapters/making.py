@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import torch
 from rp_checkpoint.files.tensor_file import catalogue
+from rp_strangers.code import told
+from rp_strangers.refusing import refusing, refusing_all
 from rp_trainer.errors import Refused
 from torch import nn
 
 from rp_cli.adapters.choice import Adapters, Continued
 from rp_cli.adapters.targets import converted, module_names, targets_in
-from rp_cli.strangers.code import told
-from rp_cli.strangers.refusing import refusing, refusing_all
 
 # How PEFT begins to warn of an adapter whose file lacks weights.
 _INCOMPLETE = "Found missing adapter keys"

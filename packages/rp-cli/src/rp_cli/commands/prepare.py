@@ -6,13 +6,13 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from rp_data.documents import Documents
+from rp_data.gathered import InFile
+from rp_data.prepared import TOKENS, is_prepared, prepared_in, write
+from rp_data.reading import Manner, check_some, read_all
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning.files import finished_files, writing
 
-from rp_cli.finetune.data.documents import Documents
-from rp_cli.finetune.data.gathered import InFile
-from rp_cli.finetune.data.prepared import TOKENS, is_prepared, prepared_in, write
-from rp_cli.finetune.data.reading import Manner, check_some, read_all
 from rp_cli.finetune.fetching import without_names
 from rp_cli.finetune.model import check_folders, config_file, loader_of, placeholders_in
 from rp_cli.finetune.options import FineTuning, Preparation

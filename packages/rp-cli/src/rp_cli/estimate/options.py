@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
+from rp_strangers.refusing import refusing
 from rp_trainer.errors import Refused
 
 from rp_cli.estimate.calibration import Calibration
@@ -19,7 +20,6 @@ from rp_cli.options.adapters import AdapterOptions
 from rp_cli.options.declared import Default, Reading, option
 from rp_cli.options.images import IMAGES, ImageSizes
 from rp_cli.options.kinds import FLAG, TEXT, Kind, number, one_of, parsed, path, positive, whole
-from rp_cli.strangers.refusing import refusing
 
 THIS = "this"
 MOST_DEVICES = 256

@@ -13,6 +13,7 @@ from lm_eval import utils  # pyright: ignore[reportMissingTypeStubs]
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingTypeStubs]
 from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingTypeStubs]
 from roundpipe import RoundPipe
+from rp_strangers.refusing import refusing_all
 from rp_trainer.errors import Refused
 from rp_trainer.rows import settings_for
 from torch import Tensor
@@ -20,7 +21,6 @@ from tqdm import tqdm
 from transformers import StoppingCriteriaList, StopStringCriteria
 
 from rp_cli.evaluating.options import EvalOptions
-from rp_cli.strangers.refusing import refusing_all
 
 # One request for log-likelihoods: the texts, the tokens of the context, and those of the continuation.
 _Request = tuple[Any, list[int], list[int]]

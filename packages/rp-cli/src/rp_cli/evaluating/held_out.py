@@ -9,15 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rp_data.batching.batches import Sequences
+from rp_data.documents import Documents
+from rp_data.documents import held_out as divided
+from rp_data.library import library_source
+from rp_data.reading import Manner, check_some, read_all
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning import Evaluation
 
 from rp_cli.evaluating.options import EvalOptions
-from rp_cli.finetune.data.batches import Sequences
-from rp_cli.finetune.data.documents import Documents
-from rp_cli.finetune.data.documents import held_out as divided
-from rp_cli.finetune.data.library import library_source
-from rp_cli.finetune.data.reading import Manner, check_some, read_all
 from rp_cli.finetune.model import pad_of, placeholders_in
 from rp_cli.finetune.resumed import CLOCK
 from rp_cli.runs.sources import Source

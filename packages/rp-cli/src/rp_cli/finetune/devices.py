@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import torch
 from roundpipe import Runtime
+from rp_strangers.refusing import refusing
 from rp_trainer.processes import Processes
 from rp_transfer import BackendUnavailable, default_devices, parse_devices
 
 from rp_cli.finetune.options import FineTuning
-from rp_cli.strangers.refusing import refusing
 
 
 def fitted(options: FineTuning) -> FineTuning:

@@ -8,19 +8,19 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
+from rp_data.batching.ahead import Ahead
+from rp_data.batching.batches import Sequences, Steps
+from rp_data.batching.collating import Collator
+from rp_data.documents import Documents, held_out
+from rp_data.gathered import Gathered
+from rp_data.images.pictures import Spool
+from rp_data.images.processor import Sight
+from rp_data.library import library_source
+from rp_data.reading import Eyes, Manner, check_some, read_all
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning import Evaluation
 from torch import Tensor
 
-from rp_cli.finetune.data.batches import Sequences, Steps
-from rp_cli.finetune.data.documents import Documents, held_out
-from rp_cli.finetune.data.gathered import Gathered
-from rp_cli.finetune.data.images.ahead import Ahead
-from rp_cli.finetune.data.images.collating import Collator
-from rp_cli.finetune.data.images.pictures import Spool
-from rp_cli.finetune.data.images.processor import Sight
-from rp_cli.finetune.data.library import library_source
-from rp_cli.finetune.data.reading import Eyes, Manner, check_some, read_all
 from rp_cli.finetune.model import config_file, loader_of, pad_of, placeholders_in, sight_for
 from rp_cli.finetune.options import FineTuning
 

@@ -11,7 +11,10 @@ from typing import Any, cast
 import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained, pack_frozen, wrap_model_to_roundpipe
 from roundpipe.loading import STORED
+from rp_data.images.processor import Sight, has_processor, sight_of
 from rp_presets import DamagedFile, UnsupportedModel, check_checkpoint, check_folder, check_tokenizer, unasked
+from rp_strangers.code import told
+from rp_strangers.refusing import refusing, refusing_all
 from rp_trainer.errors import Refused
 from torch import nn
 
@@ -20,12 +23,9 @@ from rp_cli.adapters.making import adapt
 from rp_cli.adapters.vocabulary import grow
 from rp_cli.estimate.meta.meta_model import config_of, try_if_unusual
 from rp_cli.estimate.meta.model_class import model_class, placeholders, sees
-from rp_cli.finetune.data.images.processor import Sight, has_processor, sight_of
 from rp_cli.finetune.options import FineTuning
 from rp_cli.hub.models import called
 from rp_cli.runs.trained_on import identity_of, write_beside
-from rp_cli.strangers.code import told
-from rp_cli.strangers.refusing import refusing, refusing_all
 
 # Weight files that are not read; a folder with one of these does not count as one without weights.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.ckpt", "*.index.json")

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from rp_strangers.code import told
+from rp_strangers.refusing import refusing_all
 from rp_trainer.errors import Refused
 from torch import nn
 
 from rp_cli.adapters.making import check_layers
-from rp_cli.strangers.code import told
-from rp_cli.strangers.refusing import refusing_all
 
 # What PEFT builds on the meta device before it reads the file; others must be built in memory.
 _BUILT_WITHOUT_MEMORY = (

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from rp_presets import DamagedFile, Streamed, streamed, unasked
+from rp_strangers.code import told
+from rp_strangers.refusing import refusing
 from rp_trainer.errors import Refused
 
 from rp_cli.adapters.vocabulary import grown_for
@@ -17,8 +19,6 @@ from rp_cli.merging.adapter import Adapter
 from rp_cli.merging.weights import NOT_PACKED, BaseWeights, MergedWeights, Packing
 from rp_cli.merging.writing import copy_beside, write_model
 from rp_cli.runs.sources import Source, has_tokenizer
-from rp_cli.strangers.code import told
-from rp_cli.strangers.refusing import refusing
 
 # Of the options of a run: weights that are packed in the files already.
 _STORED = "stored"

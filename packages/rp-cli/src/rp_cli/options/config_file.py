@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rp_strangers.plain_yaml import Value, read_plain
 from rp_trainer.errors import Refused
 
 from rp_cli.options.declared import Given, Option
 from rp_cli.recipes.catalogue import PREFIX, file_of, recipe_named
-from rp_cli.strangers.plain_yaml import Value, read_plain
 
 _MOST_COMPARED = 60
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from rp_presets import check_folder
+from rp_strangers.files import bounded_bytes
+from rp_strangers.refusing import refusing
 from rp_trainer.errors import Refused
 
 from rp_cli.hub.models import SMALL_FILES, WEIGHTS, fetched
 from rp_cli.hub.names import model_named
 from rp_cli.runs.trained_on import noted, refuse_other
-from rp_cli.strangers.files import bounded_bytes
-from rp_cli.strangers.refusing import refusing
 
 _MODEL, _ADAPTER, _OPTIONS = "config.json", "adapter_config.json", "options.json"
 _WEIGHTS = "adapter_model.safetensors"

@@ -12,9 +12,8 @@ from typing import Any
 from rp_presets import DamagedFile, read_object
 from rp_presets.files.checked import weight_files
 from rp_presets.files.whole import read_header
+from rp_strangers.refusing import refusing
 from rp_trainer.errors import Refused
-
-from rp_cli.strangers.refusing import refusing
 
 # In the folder of an adapter, and the key in the options of a run.
 FILE, KEY = "trained_on.json", "trained_on"

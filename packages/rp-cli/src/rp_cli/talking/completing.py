@@ -7,10 +7,10 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
+from rp_strangers.refusing import refusing
 from rp_trainer.errors import Refused
 from tqdm import tqdm
 
-from rp_cli.strangers.refusing import refusing
 from rp_cli.talking.options import GenerateOptions
 from rp_cli.talking.prompts import Prompt, prompts_in
 from rp_cli.talking.speaker import Speaker, speaking

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from rp_strangers.refusing import refusing
 from rp_trainer.errors import Refused
-
-from rp_cli.strangers.refusing import refusing
 
 _JSON = (".jsonl", ".ndjson")
 

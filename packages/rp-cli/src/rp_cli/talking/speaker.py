@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained
 from rp_presets import DamagedFile, UnsupportedModel, check_checkpoint, check_tokenizer, unasked
+from rp_strangers.code import told
+from rp_strangers.limited import Budget, limited
+from rp_strangers.refusing import refusing, refusing_all
 from rp_trainer.errors import Refused
 from rp_trainer.processes import ALONE
 from torch import nn
@@ -23,9 +26,6 @@ from rp_cli.finetune.devices import chosen, opened
 from rp_cli.finetune.model import without_bars
 from rp_cli.hub.models import called
 from rp_cli.runs.sources import Source, source_of
-from rp_cli.strangers.code import told
-from rp_cli.strangers.limited import Budget, limited
-from rp_cli.strangers.refusing import refusing, refusing_all
 from rp_cli.talking.options import ModelOptions, TalkOptions
 
 Message = Mapping[str, Any]

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rp_strangers.refusing import refusing
 from rp_trainer.errors import Refused
-
-from rp_cli.strangers.refusing import refusing
 
 Row = Mapping[str, Any]
 

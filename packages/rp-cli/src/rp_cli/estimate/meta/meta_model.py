@@ -12,6 +12,10 @@ import torch
 from roundpipe.loading import STORED
 from rp_packing import pack_frozen
 from rp_presets import check_config, lists_of_layers, packed_kind, read_object, unasked
+from rp_strangers.code import told
+from rp_strangers.files import check_stored
+from rp_strangers.limited import Budget, limited
+from rp_strangers.refusing import refusing, refusing_all
 from rp_trainer.errors import Refused
 from torch import nn
 
@@ -19,10 +23,6 @@ from rp_cli.adapters.choice import Adapters, Continued
 from rp_cli.adapters.making import adapt, saved_by
 from rp_cli.adapters.vocabulary import check_trained, grow
 from rp_cli.estimate.meta.model_class import model_class
-from rp_cli.strangers.code import told
-from rp_cli.strangers.files import check_stored
-from rp_cli.strangers.limited import Budget, limited
-from rp_cli.strangers.refusing import refusing, refusing_all
 
 # A config has some kilobytes: a larger file is not a config, and is not read.
 _MOST_BYTES = 16 * 2**20

@@ -1,0 +1,228 @@
+"""A model's own processor: the text that it makes of images, and the arguments of a call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, count
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rp_presets import unasked
+from rp_strangers.refusing import refusing_all
+from rp_trainer.errors import Refused
+from torch import Tensor
+
+from rp_data.images.decoding import pillow
+from rp_data.offsets import Span, tokenized
+
+_FILES = ("processor_config.json", "preprocessor_config.json")
+_IDS, _MASK = "input_ids", "attention_mask"
+_BOUNDS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+
+
+def has_processor(folder: Path) -> bool:
+    """Return whether a folder has a processor of images."""
+    return any((folder / name).is_file() for name in _FILES)
+
+
+def sight_of(folder: Path, bounds: Mapping[str, int | None] | None = None) -> Sight:
+    """Load the processor in a folder. `bounds`: of an image's pixels, if given: ``min_pixels``, ``max_pixels``.
+
+    Raises `Refused` if it cannot be loaded, for want of Pillow or torchvision, or takes no such bounds.
+    """
+    pillow(f"the processor in {folder}")
+    from transformers import AutoProcessor
+
+    loader: Any = AutoProcessor
+    try:
+        with refusing_all(f"the processor in {folder} cannot be used: "), unasked():
+            processor = loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Refused as refusal:
+        if isinstance(refusal.__cause__, ImportError):
+            raise Refused(
+                f"the processor in {folder} needs Pillow and torchvision: pip install 'rp-cli[images]'"
+            ) from refusal
+        raise
+    if not hasattr(processor, "image_processor") or not hasattr(processor, "image_token"):
+        raise Refused(
+            f"the processor in {folder} must be one for images in a text, but is a {type(processor).__name__}"
+        )
+    _bound(processor, folder, {name: one for name, one in (bounds or {}).items() if one is not None})
+    return Sight(processor)
+
+
+def _bound(processor: Any, folder: Path, bounds: Mapping[str, int]) -> None:
+    images = processor.image_processor
+    known = getattr(getattr(images, "valid_kwargs", None), "__annotations__", {})
+    for name, pixels in bounds.items():
+        flag = f"--{name.replace('_', '-')}"
+        if name not in known or _BOUNDS[name] not in dict(images.size):
+            raise Refused(
+                f"{flag} is for processors that keep the number of pixels within bounds, but the "
+                f"{type(images).__name__} in {folder} makes all images of a size of its own; omit it"
+            )
+        images.size = {**dict(images.size), _BOUNDS[name]: pixels}
+    if bounds and dict(images.size)["shortest_edge"] > dict(images.size)["longest_edge"]:
+        raise Refused(f"--min-pixels must be at most --max-pixels, but the bounds are {dict(images.size)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """A text with images, as a processor makes it: each mark is replaced by what the model reads features into.
+
+    `tokens`: of the whole. `offsets`: the characters of each. `kept`: where each part between images was, and is.
+    `shaped`: what else the processor has for each token, by name.
+    """
+
+    tokens: list[int]
+    offsets: Any
+    kept: Sequence[tuple[Span, int]]
+    shaped: Sequence[str]
+
+    @property
+    def end(self) -> int:
+        """The number of tokens up to the last of an image."""
+        of_text = self.learned(None)
+        return max((at for at, is_text in enumerate(of_text, 1) if not is_text), default=0)
+
+    def learned(self, spans: Sequence[Span] | None) -> list[bool]:
+        """Return for each token whether it is of these characters of the text, None: of any; never of an image."""
+        moved: list[Span] = []
+        for (start, end), now in self.kept:
+            for first, last in [(start, end)] if spans is None else spans:
+                low, high = max(first, start), min(last, end)
+                if low < high:
+                    moved.append((now + low - start, now + high - start))
+        return self.offsets.among(moved)
+
+
+class Sight:
+    """A processor of transformers, for texts with images."""
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+        # Padding is part of a tokenizer's state, and what is saved is the user's own.
+        self._own = copy.deepcopy(processor)
+        words = self._own.tokenizer
+        words.pad_token = words.pad_token or words.eos_token
+
+    def expanded(self, place: str, text: str, images: Sequence[Any]) -> Expanded:
+        """Return a text with its images expanded. Raises `Refused` if the text has not a mark for each."""
+        mark: str = self._own.image_token
+        parts = text.split(mark)
+        if len(parts) - 1 != len(images):
+            raise Refused(
+                f"{place}: the chat template must write {mark!r} once for each of {len(images)} images, but wrote "
+                f"it {len(parts) - 1} times; leave the mark out of the messages' text, or give --tokenizer a "
+                "folder whose template writes images"
+            )
+        found, texts = self._recorded(place, text, images)
+        ids = cast("list[int]", found[_IDS][0].tolist())  # pyright: ignore[reportUnknownMemberType]
+        for whole in texts:
+            tokens = tokenized(self._own.tokenizer, whole)
+            if tokens.tokens == ids and tokens.offsets is not None:
+                kept = _kept(parts, len(mark), whole, self._places(place, parts, whole, images))
+                if kept is not None:
+                    shaped = [name for name, one in found.items() if _is_shaped(name, one, found[_IDS])]
+                    return Expanded(ids, tokens, kept, sorted(shaped))
+        raise Refused(
+            f"{place}: it is unknown which tokens stand for images: {type(self._own).__name__} does not tell the "
+            "characters of each token; use a fast tokenizer"
+        )
+
+    def _recorded(self, place: str, text: str, images: Sequence[Any]) -> tuple[dict[str, Tensor], list[str]]:
+        """Return what the processor makes of a text, and the texts that it gives its tokenizer."""
+        words = self._own.tokenizer
+        self._own.tokenizer = recorder = _Recorder(words)
+        try:
+            with refusing_all(f"{place}: the processor refuses these images: "):
+                return self._processed([text], [images]), recorder.texts
+        finally:
+            self._own.tokenizer = words
+
+    def _places(self, place: str, parts: Sequence[str], whole: str, images: Sequence[Any]) -> list[int]:
+        """Return where each part of a text is in the whole; nothing if that is unknown.
+
+        What stands for an image may have the letters of a part between images, such as a new line. Then the
+        processor works once more, on a text with a word in place of each such part that is nowhere else.
+        """
+        between = parts[1:-1]
+        if all(whole.find(one) == whole.rfind(one) for one in between if one):
+            return [0, *map(whole.find, between), len(whole) - len(parts[-1])]
+        word = next(word for number in count() if (word := f"[{number}]") not in whole)
+        _, texts = self._recorded(
+            place, self._own.image_token.join([parts[0], *[word] * len(between), parts[-1]]), images
+        )
+        return next((found for text in texts if (found := _between(text.split(word), parts, whole))), list[int]())
+
+    def processed(self, texts: Sequence[str], images: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
+        """Return what the processor makes of texts and their images: padded at the right, and in their order."""
+        return self._processed(texts, images)
+
+    def _processed(self, texts: Sequence[str], images: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
+        found = self._own(
+            text=list(texts),
+            images=[list(some) for some in images],
+            padding=True,
+            padding_side="right",
+            add_special_tokens=False,
+            return_tensors="pt",
+        )
+        return {name: one for name, one in found.items() if isinstance(one, torch.Tensor)}
+
+
+class _Recorder:
+    """A tokenizer that notes which texts it is given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.texts: list[str] = []
+
+    def __call__(self, text: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self.texts += [text] if isinstance(text, str) else list(text or ())
+        return self._tokenizer(text, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def _is_shaped(name: str, value: Tensor, ids: Tensor) -> bool:
+    return name not in (_IDS, _MASK) and value.shape == ids.shape
+
+
+def _between(pieces: Sequence[str], parts: Sequence[str], whole: str) -> list[int]:
+    """Return where parts are in the whole. `pieces`: the same, divided where the parts between images are.
+
+    >>> _between(["a II", "I b"], ["a ", "I", " b"], "a IIII b")
+    [0, 4, 6]
+    """
+    if len(pieces) != len(parts) - 1:
+        return []
+    images = [pieces[0][len(parts[0]) :], *pieces[1:]]
+    images[-1] = images[-1].removesuffix(parts[-1])
+    alternating = [one for pair in zip(parts, [*images, ""], strict=True) for one in pair]
+    ends = [0, *accumulate(map(len, alternating))]
+    return ends[:-1:2] if "".join(alternating) == whole else []
+
+
+def _kept(parts: Sequence[str], mark: int, whole: str, places: Sequence[int]) -> list[tuple[Span, int]] | None:
+    """Return where each part of a text was and is; None if they are not at these places of the whole, in order.
+
+    >>> _kept(["a ", " b"], 3, "a IIII b", [0, 6])
+    [((0, 2), 0), ((5, 7), 6)]
+    """
+    if len(places) != len(parts):
+        return None
+    found: list[tuple[Span, int]] = []
+    was = end = 0
+    for part, at in zip(parts, places, strict=True):
+        if part:
+            if at < end or not whole.startswith(part, at):
+                return None
+            found.append(((was, was + len(part)), at))
+            end = at + len(part)
+        was += len(part) + mark
+    return found

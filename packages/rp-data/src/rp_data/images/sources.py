@@ -1,0 +1,106 @@
+"""What a row says of an image: a path, bytes or a data URI; and the content that it names."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+from urllib.parse import unquote, unquote_to_bytes
+
+from rp_strangers.files import bounded_bytes
+from rp_trainer.errors import Refused
+
+# Far more than a photograph has.
+_MOST_BYTES = 2**28
+_DATA, _BASE64, _FILE = "data:", ";base64", "file"
+_THIS_MACHINE = ("", "localhost")
+# Longer than paths are; base64 is.
+_MOST_LETTERS = 255
+# The fields of an object that may name an image, such as those of a part of a message, or of a row of `datasets`.
+FIELDS = ("bytes", "image", "path", "url", "image_url", "base64")
+# Those of a row.
+COLUMNS = ("images", "image")
+_WANTED = "a path, bytes, or a data URI"
+_HINT = "; write base64 into the field 'base64' of a part, or as data:;base64,..."
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An image that a row names. `place`: its row and number. `folder`: of the file that has the row."""
+
+    place: str
+    given: object
+    folder: Path
+
+    def content(self) -> tuple[bytes, str | None]:
+        """Return the image's bytes, and its file if it has one of its own.
+
+        >>> Source("a:1: image 1", "data:text/plain,abc", Path()).content()
+        (b'abc', None)
+
+        Raises `Refused` for what names none, for a URL of the web, and for a file that cannot be read.
+        """
+        given = self._named(self.given)
+        if isinstance(given, bytes):
+            return given, None
+        if given[: len(_DATA)].lower() == _DATA:
+            return self._of_data(given), None
+        return self._of_path(given)
+
+    def _named(self, given: object) -> bytes | str:
+        if isinstance(given, Mapping):
+            fields = cast("Mapping[str, object]", given)
+            name = next((name for name in FIELDS if fields.get(name) is not None), None)
+            if name is not None:
+                inner = fields[name]
+                return f"{_DATA}{_BASE64},{inner}" if name == "base64" else self._named(inner)
+        if isinstance(given, bytes | str) and given:
+            return given
+        raise Refused(f"{self.place} must be {_WANTED}, but is {given!r:.60}")
+
+    def _of_data(self, uri: str) -> bytes:
+        head, comma, body = uri.partition(",")
+        try:
+            if not comma:
+                raise ValueError("it has no comma")
+            # Base64 may be in lines, and its marks escaped: RFC 2397 and RFC 2045.
+            content = unquote_to_bytes("".join(body.split()) if (is_base64 := _is_base64(head)) else body)
+            return base64.b64decode(content, validate=True) if is_base64 else content
+        except (ValueError, binascii.Error) as error:
+            raise Refused(f"{self.place} must be a data URI, but is {uri!r:.60}: {error}") from None
+
+    def _of_path(self, given: str) -> tuple[bytes, str]:
+        scheme, has_scheme, rest = given.partition("://")
+        if has_scheme and scheme.lower() != _FILE:
+            raise Refused(
+                f"{self.place} is {given!r:.80}, which is not downloaded: data must stay as it is while a run "
+                "goes on; download it, and give its path"
+            )
+        # A path that is absolute stays as it is.
+        path = self.folder / (self._of_file_uri(rest) if has_scheme else given)
+        try:
+            is_file = path.is_file()
+        except (OSError, ValueError):
+            # Names of files are bounded, have no zeros, and are in folders that may be opened.
+            is_file = False
+        if not is_file:
+            hint = _HINT if len(given) > _MOST_LETTERS else ""
+            raise Refused(f"{self.place} must be {_WANTED}, but there is no file {str(path)!r:.200}{hint}")
+        return bounded_bytes(f"{self.place} ({path})", path, _MOST_BYTES), str(path)
+
+    def _of_file_uri(self, rest: str) -> str:
+        """Return the path in a URI of a file. `rest`: what follows its scheme."""
+        host, slash, path = rest.partition("/")
+        if host.lower() not in _THIS_MACHINE:
+            raise Refused(
+                f"{self.place} is {f'file://{rest}'!r:.80}, a file of another machine, {host!r:.40}; give a path, "
+                "or write file:/// before an absolute one"
+            )
+        return unquote(slash + path)
+
+
+def _is_base64(head: str) -> bool:
+    return head.lower().endswith(_BASE64)

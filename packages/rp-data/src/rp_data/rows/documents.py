@@ -1,0 +1,90 @@
+"""Read samples from files of all formats, or from rows of a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from pathlib import Path
+from typing import Any
+
+from rp_strangers.limited import Unlimited
+from rp_trainer.errors import Refused
+
+from rp_data.notes import Notes
+from rp_data.rows.files import (
+    ARROW,
+    JSON,
+    JSON_LINES,
+    PARQUET,
+    TABLES,
+    content,
+    decoded,
+    files_of,
+    kind_of,
+)
+from rp_data.rows.json_rows import Row, json_rows
+from rp_data.rows.shapes import sample_of
+from rp_data.rows.tables import present, separated_rows, stored_rows
+from rp_data.samples import Sample, Text
+
+
+def read_samples(
+    option: str, paths: Sequence[Path], budget: Unlimited | None = None, notes: Notes | None = None
+) -> Iterator[Sample]:
+    """Read files, and the visible files of folders that have a known suffix, in the order of their names.
+
+    A file with the suffix ``.jsonl``, ``.ndjson`` or ``.json`` has one object per line, ``.json`` also a list of
+    them; ``.csv`` and ``.tsv`` have columns with names; ``.parquet`` needs `datasets`; any other file is one text.
+    All but Parquet may end with ``.gz`` or ``.zst``.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder, "a.jsonl")
+    ...     size = path.write_text('{"text": "one"}')
+    ...     [sample.text for sample in read_samples("--data", [path])]
+    ['one']
+
+    Raises `Refused` for a path that is missing, cannot be read, or has other content; the message names the place.
+    `option`: the option with which the paths were given. `budget`: told of each file before it is read. `notes`:
+    whether bad rows are omitted, and what is noticed.
+    """
+    for path in paths:
+        for file in files_of(option, path):
+            (budget or Unlimited()).allow(f"{option} {file}", file.stat().st_size)
+            yield from _samples(option, file, notes or Notes())
+
+
+def _samples(option: str, file: Path, notes: Notes) -> Iterator[Sample]:
+    kind = kind_of(file)
+    if kind in JSON_LINES | {JSON}:
+        return _converted(option, json_rows(option, file, notes), notes, file.parent)
+    if kind in TABLES:
+        return _converted(option, separated_rows(option, file, notes), notes, file.parent)
+    if kind in (PARQUET, ARROW):
+        return _converted(option, stored_rows(option, file), notes, file.parent)
+    return iter([Text(str(file), decoded(option, str(file), content(option, file)))])
+
+
+def samples_of(
+    option: str, name: str, rows: Iterable[Mapping[str, Any]], notes: Notes | None = None
+) -> Iterator[Sample]:
+    """Convert the rows of a data set of `datasets`. `name`: of the data set, for errors.
+
+    >>> list(samples_of("--data", "org/name", [{"text": "one", "messages": None}]))
+    [Text(place='org/name:1', text='one')]
+
+    Raises `Refused` for rows without a number, as a data set that is streamed has them.
+    """
+    if not isinstance(rows, Sized):
+        raise Refused(
+            f"{option} {name} must be a whole data set, but is a {type(rows).__name__}: streamed data has neither "
+            "an order of its own, nor a held-out part, nor an end; load it without streaming"
+        )
+    numbered = ((f"{name}:{number}", present(row)) for number, row in enumerate(rows, 1))
+    return _converted(option, numbered, notes or Notes())
+
+
+def _converted(option: str, rows: Iterable[Row], notes: Notes, folder: Path | None = None) -> Iterator[Sample]:
+    for place, row in rows:
+        sample = notes.attempt(lambda place=place, row=row: sample_of(option, place, row, folder))
+        if sample is not None:
+            yield sample

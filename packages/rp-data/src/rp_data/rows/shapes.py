@@ -1,0 +1,171 @@
+"""Convert rows to samples, by the names of their fields: one normalisation for all formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from rp_trainer.errors import Refused
+
+from rp_data.rows.images import columns, with_images
+from rp_data.rows.messages import ASSISTANT, SYSTEM, USER, Message, messages_of, parsed
+from rp_data.samples import Chat, Completion, Sample, Text
+
+Row = Mapping[str, Any]
+_PREFERENCES = ("chosen", "rejected")
+_UNREAD = ("videos", "audios")
+# Of Stanford's Alpaca: https://github.com/tatsu-lab/stanford_alpaca#data-release
+_BELOW = "Below is an instruction that describes a task"
+_WITH_INPUT = f"{_BELOW}, paired with an input that provides further context"
+_WRITE = "Write a response that appropriately completes the request."
+
+
+def sample_of(option: str, place: str, row: Row, folder: Path | None = None) -> Sample:
+    """Convert a row without nulls to a sample: the first that fits of the names in `_SHAPES`.
+
+    >>> sample_of("--data", "a:1", {"prompt": "1+1=", "completion": "2", "id": 7})
+    Completion(place='a:1', prompt='1+1=', completion='2')
+
+    `folder`: in which paths of images begin; by default that of the process.
+
+    Raises `Refused` for other names, and for fields of other types.
+    """
+    for names, convert in _SHAPES.items():
+        if all(name in row for name in names):
+            return _seeing(option, row, convert(option, place, row), folder or Path())
+    found = ", ".join(map(repr, row)) or "nothing"
+    if set(_PREFERENCES) <= set(row):
+        raise Refused(
+            f"{option} {place} is a pair to choose of, which the trainers learn from (docs/trainer.md); for this "
+            "command, rename 'chosen' to 'messages' or 'completion'"
+        )
+    raise Refused(f"{option} {place} must have {_WANTED}, but has {found}")
+
+
+def _seeing(option: str, row: Row, sample: Sample, folder: Path) -> Sample:
+    """Return a sample with the images of its row. Raises `Refused` for what would not be seen."""
+    for name in _UNREAD:
+        if isinstance(row.get(name), list) and row[name]:
+            raise Refused(f"{option} {sample.place} has {name}, which are not read; leave the row out")
+    if isinstance(sample, Chat):
+        messages, images = with_images(f"{option} {sample.place}", row, sample.messages, folder)
+        return replace(sample, messages=messages, images=images) if images else sample
+    if names := columns(row):
+        raise Refused(
+            f"{option} {sample.place} has images, which need a conversation; write it as 'messages', or leave "
+            f"{names[0]!r} out"
+        )
+    return sample
+
+
+def _of_messages(option: str, place: str, row: Row) -> Chat:
+    return _chat(
+        option, place, row, _after_system(row, messages_of(f"{option} {place}", "messages", row["messages"]))
+    )
+
+
+def _of_conversations(option: str, place: str, row: Row) -> Chat:
+    messages = messages_of(f"{option} {place}", "conversations", row["conversations"])
+    return _chat(option, place, row, _after_system(row, messages))
+
+
+def _of_completion(option: str, place: str, row: Row) -> Sample:
+    # Conversations in two parts, as TRL has them.
+    if isinstance(row["completion"], list):
+        prompt, completion = (messages_of(f"{option} {place}", n, row[n]) for n in ("prompt", "completion"))
+        return _chat(option, place, row, [*prompt, *completion], prompted=len(prompt))
+    return Completion(place, _string(option, place, row, "prompt"), _string(option, place, row, "completion"))
+
+
+def _of_instruction(option: str, place: str, row: Row) -> Chat:
+    instruction, given, output = (
+        _string(option, place, {"input": "", **row}, name) for name in ("instruction", "input", "output")
+    )
+    asked = f"{instruction}\n{given}" if given else instruction
+    earlier = _history(option, place, row)
+    messages = [*earlier, _says(USER, asked), _says(ASSISTANT, output)]
+    plain = None if earlier or "system" in row else Completion(place, _alpaca(instruction, given), output)
+    return _chat(option, place, row, _after_system(row, messages), plain=plain)
+
+
+def _history(option: str, place: str, row: Row) -> list[Message]:
+    """Return the earlier turns: pairs of what was asked and answered."""
+    pairs: Any = parsed(f"{option} {place}", "history", row.get("history", []))
+    if not isinstance(pairs, list) or not all(map(_is_pair, cast("list[object]", pairs))):
+        raise Refused(f"{option} {place}: 'history' must be pairs of texts, but is {pairs!r:.60}")
+    turns = cast("list[tuple[str, str]]", pairs)
+    return [message for asked, said in turns for message in (_says(USER, asked), _says(ASSISTANT, said))]
+
+
+def _is_pair(value: object) -> bool:
+    texts = cast("list[object]", value) if isinstance(value, list) else []
+    return len(texts) == 2 and all(isinstance(text, str) for text in texts)
+
+
+def _alpaca(instruction: str, given: str) -> str:
+    """Return the prompt for a tokenizer without a chat template."""
+    if not given:
+        return f"{_BELOW}. {_WRITE}\n\n### Instruction:\n{instruction}\n\n### Response:\n"
+    return f"{_WITH_INPUT}. {_WRITE}\n\n### Instruction:\n{instruction}\n\n### Input:\n{given}\n\n### Response:\n"
+
+
+def _of_text(option: str, place: str, row: Row) -> Text:
+    return Text(place, _string(option, place, row, "text"))
+
+
+_SHAPES: Mapping[Sequence[str], Callable[[str, str, Row], Sample]] = {
+    ("messages",): _of_messages,
+    ("prompt", "completion"): _of_completion,
+    ("conversations",): _of_conversations,
+    ("instruction", "output"): _of_instruction,
+    ("text",): _of_text,
+}
+_WANTED = ", ".join(" and ".join(map(repr, names)) for names in _SHAPES).replace(", 'text'", ", or 'text'")
+
+
+def _says(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _after_system(row: Row, messages: list[Message]) -> list[Message]:
+    """Return the messages after the system's, if a field of its own has that."""
+    system = row.get("system")
+    has_own = messages[0].get("role") == SYSTEM
+    return [_says(SYSTEM, system), *messages] if isinstance(system, str) and system and not has_own else messages
+
+
+def _chat(
+    option: str,
+    place: str,
+    row: Row,
+    messages: Sequence[Message],
+    *,
+    prompted: int = 0,
+    plain: Completion | None = None,
+) -> Chat:
+    tools, documents, options = (row.get(name) for name in ("tools", "documents", "chat_template_kwargs"))
+    return Chat(
+        place,
+        messages,
+        _listed(parsed(f"{option} {place}", "tools", tools)),
+        _listed(documents),
+        prompted,
+        plain,
+        cast("Mapping[str, Any]", options) if isinstance(options, dict) else {},
+    )
+
+
+def _listed(value: Any) -> Sequence[Any] | None:
+    """Return a list with anything in it, else None: templates for tools are not for conversations without any."""
+    return cast("list[Any]", value) if isinstance(value, list) and value else None
+
+
+def _string(option: str, place: str, row: Row, name: str) -> str:
+    value = row[name]
+    if isinstance(value, str):
+        return value
+    kind = type(value).__name__
+    hint = "; write conversations as 'messages'" if kind == "list" else ""
+    raise Refused(f"{option} {place}: {name!r} must be text, but is a {kind}{hint}")
