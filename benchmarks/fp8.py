@@ -34,8 +34,8 @@ from late.variants import VARIANTS, Run
 from late.workloads import WORKLOADS, workload
 from roundpipe import Fp8
 from rp_packing import Fp8Linear, become
-from rp_packing.products.rows import Rows, cast_columns, cast_rows
 from rp_packing.products.scaled import product, transposed
+from rp_packing.rows import Rows, cast_columns, cast_rows
 from torch import Tensor, nn
 
 Way = Callable[[], object]

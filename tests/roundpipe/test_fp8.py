@@ -10,7 +10,7 @@ import pytest
 import torch
 from roundpipe import Fp8, RoundPipe, RoundPipeRunConfig, Runtime, pack_frozen, wrap_model_to_roundpipe
 from roundpipe.optim import SGD
-from rp_packing import Fp8Linear
+from rp_packing import Fp8Linear, PackedTwin
 from rp_packing.products.linear import linear
 from rp_sched import Plan
 from torch import nn
@@ -56,9 +56,16 @@ def adapt(model: nn.Sequential) -> None:
         block.up = Adapted(block.up)
 
 
-def pack(model: nn.Sequential) -> None:
+def pack(model: nn.Sequential, form: str = "fp8") -> None:
     adapt(model.bfloat16())
-    pack_frozen(model, "fp8")
+    # All but the last layer's, which has three outputs.
+    pack_frozen(
+        model, form, select=lambda name, one: not one.requires_grad and not name.startswith(f"{LAYERS - 1}.")
+    )
+
+
+def pack_rows(model: nn.Sequential) -> None:
+    pack(model, "fp8-rows")
 
 
 def squares(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -88,7 +95,7 @@ def apart(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
     return ((one - other).norm() / other.norm()).item()
 
 
-@pytest.mark.parametrize("change", [None, adapt, pack], ids=["whole", "adapters", "packed"])
+@pytest.mark.parametrize("change", [None, adapt, pack, pack_rows], ids=["whole", "adapters", "packed", "rows"])
 def test_numbers_do_not_depend_on_devices_plans_or_graphs(
     change: Callable[[nn.Sequential], object] | None,
 ) -> None:
@@ -107,6 +114,32 @@ def test_numbers_do_not_depend_on_devices_plans_or_graphs(
     assert losses != plain
     assert losses == pytest.approx(plain, rel=0.02)
     assert 0 < apart(masters, weights) < 0.01
+
+
+@pytest.mark.parametrize("change", [pack_rows, pytest.param(adapt, id="bf16")])
+def test_frozen_weights_in_fp8_by_rows_are_multiplied_as_they_are(
+    change: Callable[[nn.Sequential], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expanded: list[torch.Size] = []
+    plainly = PackedTwin.expand
+
+    def noted(self: PackedTwin) -> torch.Tensor:
+        expanded.append(plainly(self).shape)
+        return plainly(self)
+
+    monkeypatch.setattr(PackedTwin, "expand", noted)
+    plan = Plan([range(3)], range(3, LAYERS), [range(3)])
+    found = [trained("cpu:2", pack_rows, compute="fp8", execute_plan=plan, steps=steps) for steps in (1, 3)]
+    of_trial = len(expanded) // 2
+    trained("cpu:2", pack_rows, compute=Fp8(inputs="bf16"), steps=1)
+    truth = trained("cpu:2", change, compute="fp8", execute_plan=plan)
+
+    # Only the trial of how a batch may be divided, in bf16, expands them; and products that are not in FP8.
+    assert len(expanded) > 3 * of_trial
+    assert expanded[:of_trial] == expanded[of_trial : 2 * of_trial]
+    # A weight in bf16 is cast to the same codes.
+    assert found[1][0] == truth[0]
+    assert apart(found[1][1], truth[1]) == 0.0
 
 
 def test_replays_have_the_bits_of_runs_by_python() -> None:

@@ -365,7 +365,7 @@ def test_a_packed_checkpoint_is_not_loaded_without_being_asked_to_keep_it_so(tmp
 
 
 def test_an_unknown_format_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="must be one of fp8, int8, nf4, mxfp4"):
+    with pytest.raises(ValueError, match="must be one of fp8, fp8-rows, int8, nf4, mxfp4"):
         from_pretrained(tmp_path / "nowhere", pack="nf5")
 
 

@@ -197,7 +197,9 @@ def train_head(row: nn.Sequential, folder: Path) -> tuple[torch.Tensor, int, int
     return loss, sum(span.nbytes for span in uploads), held
 
 
-@pytest.mark.parametrize(("name", "most"), [("nf4", 4.51), ("fp8", 8.01), ("int8", 8.13), ("mxfp4", 4.26)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("nf4", 4.51), ("fp8", 8.01), ("fp8-rows", 8.13), ("int8", 8.13), ("mxfp4", 4.26)]
+)
 def test_packed_bytes_are_uploaded_and_held(name: str, most: float, tmp_path: Path) -> None:
     # given
     row, plain = tower(), tower()

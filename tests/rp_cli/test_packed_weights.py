@@ -130,7 +130,10 @@ def test_a_plan_of_a_checkpoint_of_bitsandbytes_counts_its_linear_layers(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--pack", "nf5", "--lora", "4"], "--pack must be one of fp8, int8, nf4, mxfp4, stored, but is 'nf5'"),
+        (
+            ["--pack", "nf5", "--lora", "4"],
+            "--pack must be one of fp8, fp8-rows, int8, nf4, mxfp4, stored, but is 'nf5'",
+        ),
         (["--pack", "nf4"], "--pack needs --lora"),
         (["--pack", "stored", "--lora", "4"], "is of weights that are not packed; name a format"),
         (["--pack", "mxfp4", "--lora", "4", "--gpu", "RTX 4090"], "rows of 40; use another format"),

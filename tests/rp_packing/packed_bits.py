@@ -12,6 +12,7 @@ FORMS: tuple[Format, ...] = (
     format_of("mxfp4"),
     format_of("mxfp4", transposed=True),
     format_of("fp8"),
+    format_of("fp8-rows"),
     format_of("int8"),
 )
 

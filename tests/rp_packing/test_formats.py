@@ -13,7 +13,7 @@ from rp_packing.piecewise import windows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A bound on the error of an element, as a part of the largest in its block.
-ERRORS = {"fp8": 2**-4, "int8": 0.5 / 127, "nf4": 0.16, "mxfp4": 0.26}
+ERRORS = {"fp8": 2**-4, "fp8-rows": 2**-4, "int8": 0.5 / 127, "nf4": 0.16, "mxfp4": 0.26}
 
 
 def weight(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -144,7 +144,7 @@ def test_vectors_are_refused(name: str) -> None:
 
 
 def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be one of fp8, int8, nf4, mxfp4, but is 'fp4'"):
+    with pytest.raises(ValueError, match="must be one of fp8, fp8-rows, int8, nf4, mxfp4, but is 'fp4'"):
         format_of("fp4")
 
 

@@ -71,7 +71,15 @@ def fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.view(weight.shape), torch.stack(factors, 1)
 
 
-PLAIN = {"nf4": nf4, "mxfp4": mxfp4, "int8": int8, "fp8": fp8}
+def fp8_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    part, exponent = torch.frexp(weight.double().abs().amax(-1) / 448)
+    # The least power of two that is no less; of a row of zeros the least of all.
+    factor = 2.0 ** torch.where(part == 0.5, exponent - 1, exponent).where(part > 0, -126)
+    codes = (weight.double() / factor.unsqueeze(-1)).float().to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8), factor.float()
+
+
+PLAIN = {"nf4": nf4, "mxfp4": mxfp4, "int8": int8, "fp8": fp8, "fp8-rows": fp8_rows}
 
 NEAREST = {"nf4": nearest_nf4, "mxfp4": nearest_mxfp4}
 ALL_UPPER = torch.arange(1 << 16, dtype=torch.int32) << 16

@@ -10,8 +10,8 @@ import pytest
 import torch
 from rp_packing import Fp8, become, choose, codes_bytes, fp8_refusal
 from rp_packing.products.linear import WeightCodes, linear
-from rp_packing.products.rows import DTYPES, Kind, Rows, cast_columns, cast_rows, numbers_of
 from rp_packing.products.scaled import transposed
+from rp_packing.rows import DTYPES, Kind, Rows, cast_columns, cast_rows, numbers_of
 from torch import nn
 
 KINDS: list[Kind] = ["e4m3", "e5m2"]

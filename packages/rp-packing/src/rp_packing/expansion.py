@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rp_packing.rows import Rows
 from rp_packing.weight import PackedWeight, expand
 
 
@@ -32,6 +33,12 @@ class PackedTwin:
     def expand(self) -> torch.Tensor:
         """Return the weight in new memory on the device."""
         return expand(self._weight, self._codes, self._scales)
+
+    def row_codes(self) -> Rows | None:
+        """Return codes and scales as products in FP8 read them, in the bound memory; None for other formats."""
+        if self._weight.format.name != "fp8-rows" or self._weight.ndim != 2:
+            return None
+        return Rows(self._codes.view(torch.float8_e4m3fn), self._scales.unsqueeze(-1))
 
     def fill(self, expanded: torch.Tensor) -> None:
         """Set the parameter to the expanded weight."""

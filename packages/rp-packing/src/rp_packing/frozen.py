@@ -31,7 +31,7 @@ def pack_frozen(
 
     Args:
         model: on the host. Names, shapes and dtypes of its parameters stay.
-        format: ``"fp8"``, ``"int8"``, ``"nf4"`` or ``"mxfp4"``.
+        format: ``"fp8"``, ``"fp8-rows"``, ``"int8"``, ``"nf4"`` or ``"mxfp4"``.
         select: returns whether to pack a parameter, given its name and itself; called for those of two dimensions
             or more. Default: weights of linear layers and stacked experts (of three dimensions), without the
             output head.

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from rp_packing.format import Format
-from rp_packing.formats.by_name import format_of
+from rp_packing.formats.by_name import FORMATS, format_of
 from rp_packing.kernel.choice import expand_into
 from rp_packing.piecewise.windows import WINDOW
 
@@ -293,5 +293,5 @@ _KEEPS: dict[Any, Callable[..., PackedWeight | None]] = {
 }
 
 torch.serialization.add_safe_globals(  # pyright: ignore[reportUnknownMemberType]
-    [PackedWeight, _rebuilt, *{type(form) for form in map(format_of, ("fp8", "int8", "nf4", "mxfp4"))}]
+    [PackedWeight, _rebuilt, *{type(form) for form in map(format_of, FORMATS)}]
 )

@@ -20,7 +20,7 @@ MOST_MICROBATCHES = 2**14
 OPTIMIZERS = ("adamw", "adam", "lion", "muon", "adafactor", "sgd", "sgd-momentum")
 WITH_BETAS = ("adamw", "adam", "lion", "muon")
 # Those of rp_packing and of from_pretrained, which need torch: help does without it.
-PACKINGS = ("fp8", "int8", "nf4", "mxfp4", "stored")
+PACKINGS = ("fp8", "fp8-rows", "int8", "nf4", "mxfp4", "stored")
 
 OPTIMIZER_STATE = one_of(("fp32", "bf16", "8bit"))
 RANK = whole(1, 2**14, "RANK")
@@ -39,7 +39,7 @@ def json() -> Any:
 def pack(**more: Any) -> Any:
     """Declare ``--pack``."""
     why = ": packed weights are frozen, so only adapters can be trained"
-    words = "hold frozen weights in fp8, int8, nf4 or mxfp4, or as they are stored; with --lora"
+    words = "hold frozen weights in fp8, fp8-rows, int8, nf4 or mxfp4, or as they are stored; with --lora"
     return option(words, one_of(PACKINGS, "FORMAT"), needs=("lora", why), **more)
 
 

@@ -148,8 +148,8 @@ class Twins:
 
     def prepare_products(self, index: int, products: Fp8Products | None, *, for_backward: bool) -> None:
         """Have the linear layers of a layer whose blocks are bound multiply so, `for_backward` in that, too."""
-        expanded = {id(one.parameter) for one in self._packed_in[index]}
-        self._fp8.prepare(index, self._modules[index], products, expanded, for_backward=for_backward)
+        packed = {id(one.parameter): one for one in self._packed_in[index]}
+        self._fp8.prepare(index, self._modules[index], products, packed, for_backward=for_backward)
 
     def is_packed(self, index: int) -> bool:
         """Return whether any of a layer's weights is packed."""
@@ -157,11 +157,11 @@ class Twins:
 
     def expanded(self, index: int) -> AbstractContextManager[None]:
         """Let a layer's packed weights be expanded while its forward runs."""
-        return self.expansions.of(index, self._packed_in[index])
+        return self.expansions.of(index, self._fp8.expanded(index, self._packed_in[index]))
 
     def enter_backward(self, index: int) -> None:
         """Expand a layer's packed weights for its backward."""
-        self.expansions.enter_backward(index, self._packed_in[index])
+        self.expansions.enter_backward(index, self._fp8.expanded(index, self._packed_in[index]))
 
     def outside(self, index: int, output: Any) -> Any:
         """Return a layer's output in a form that stays valid after its packed weights are freed."""

@@ -6,11 +6,12 @@ from typing import Any
 
 from rp_packing.format import Format
 from rp_packing.formats.fp8 import Fp8
+from rp_packing.formats.fp8_rows import Fp8Rows
 from rp_packing.formats.int8 import Int8
 from rp_packing.formats.mxfp4 import Mxfp4
 from rp_packing.formats.nf4 import Nf4
 
-FORMATS = ("fp8", "int8", "nf4", "mxfp4")
+FORMATS = ("fp8", "fp8-rows", "int8", "nf4", "mxfp4")
 
 
 def format_of(name: Any, *, transposed: bool = False) -> Format:
@@ -24,6 +25,8 @@ def format_of(name: Any, *, transposed: bool = False) -> Format:
     match name:
         case "fp8":
             return Fp8()
+        case "fp8-rows":
+            return Fp8Rows()
         case "int8":
             return Int8()
         case "nf4":

@@ -12,8 +12,8 @@ from torch import nn
 
 from rp_packing.products.linear import WeightCodes, multiplied
 from rp_packing.products.recipe import Fp8
-from rp_packing.products.rows import Rows, cast_rows
 from rp_packing.products.scaled import MULTIPLE, transposed
+from rp_packing.rows import Rows, cast_rows
 
 
 class Fp8Linear(nn.Linear):
@@ -71,6 +71,12 @@ class Fp8Linear(nn.Linear):
                 self.turned, self.ones = turned
             else:
                 self.turned.copy_(turned.codes)
+
+    def take(self, rows: Rows, *, backward: bool) -> None:
+        """Use codes of the weight that are there already, until `forget`. The weight itself is not read then."""
+        with torch.no_grad(), torch.inference_mode(False):
+            self.codes, self.scales = rows
+            self.turned, self.ones = transposed(rows.codes) if backward else (None, None)
 
     def forget(self) -> None:
         """Free the weight's codes."""

@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional
 
 from rp_packing.products.recipe import Fp8, Product
-from rp_packing.products.rows import DTYPES, Rows, cast_columns, cast_rows
 from rp_packing.products.scaled import padded, product, transposed
+from rp_packing.rows import DTYPES, Rows, cast_columns, cast_rows
 
 
 class WeightCodes(NamedTuple):
@@ -41,7 +41,7 @@ def linear(
     rows = input.reshape(-1, input.shape[-1])
     codes = cast_weight or WeightCodes(cast_rows(weight.detach()), None)
     out = _multiply(rows, weight, codes, recipe or Fp8())
-    return out.view(*input.shape[:-1], weight.shape[0])
+    return out.view(*input.shape[:-1], out.shape[-1])
 
 
 def _multiply(rows: torch.Tensor, weight: torch.Tensor, codes: WeightCodes, recipe: Fp8) -> torch.Tensor:

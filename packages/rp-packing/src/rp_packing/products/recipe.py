@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from rp_packing.products.rows import Kind
+from rp_packing.rows import Kind
 
 Product = Literal["e4m3", "e5m2", "bf16"]
 

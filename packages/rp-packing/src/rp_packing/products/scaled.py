@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch.nn import functional
 
-from rp_packing.products.rows import Rows
+from rp_packing.rows import Rows
 
 # What rows and columns must be multiples of.
 MULTIPLE = 16
@@ -18,7 +18,7 @@ _LEAST_CAPABILITY = (8, 9)
 def product(left: Rows, right: Rows, dtype: torch.dtype, *, fast_sums: bool = False) -> torch.Tensor:
     """Return ``left @ right.T`` of two matrices in FP8 with scales by row: (m, k), (n, k) to (m, n) in `dtype`.
 
-    >>> from rp_packing.products.rows import cast_rows
+    >>> from rp_packing.rows import cast_rows
     >>> one = cast_rows(torch.ones(16, 32))
     >>> product(one, one, torch.bfloat16)[0, 0].item()
     32.0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
-from rp_packing import Fp8, Fp8Choice, Fp8Linear, become
+from rp_packing import Fp8, Fp8Choice, Fp8Linear, PackedTwin, become
 from torch import nn
 
 
@@ -33,19 +33,22 @@ class Fp8Twins:
         self._linears: dict[int, dict[str, Fp8Linear]] = {}
         # Until the layer's weights are others.
         self._ready: dict[int, _Ready] = {}
+        # Packed weights whose codes are multiplied as they are, by layer.
+        self._direct: dict[int, set[PackedTwin]] = {}
 
     def prepare(
         self,
         index: int,
         twin: nn.Module,
         products: Fp8Products | None,
-        expanded: Collection[int],
+        packed: Mapping[int, PackedTwin],
         *,
         for_backward: bool,
     ) -> None:
         """Have a layer whose weights are there multiply as `products` says.
 
-        `expanded`: ids of parameters whose values come later, when the layer runs; these are cast then.
+        `packed`: packed weights by the id of their parameter. Those in FP8 by rows are multiplied as they are; the
+        others are expanded when the layer runs, and cast then.
         """
         ready = self._ready.get(index, _PLAIN)
         if ready.products is products and (ready.for_backward or not for_backward):
@@ -57,29 +60,60 @@ class Fp8Twins:
                 linears[name] = _made(twin.get_submodule(name))
         for name, linear in linears.items():
             linear.recipe = products.recipe if products is not None and name in names else None
-            if linear.recipe is not None and id(linear.weight) not in expanded:
+        using = [(name, one) for name, one in linears.items() if one.recipe is not None]
+        self._direct[index] = _multiplied_packed(twin, using, packed)
+        for _, linear in using:
+            own = packed.get(id(linear.weight))
+            if own is None:
                 linear.cast(backward=for_backward)
+            elif own in self._direct[index] and (rows := own.row_codes()) is not None:
+                linear.take(rows, backward=for_backward)
         self._ready[index] = _Ready(products, for_backward)
+
+    def expanded(self, index: int, packed: Sequence[PackedTwin]) -> Sequence[PackedTwin]:
+        """Return those of a layer's packed weights that it reads expanded."""
+        direct = self._direct.get(index)
+        return [one for one in packed if one not in direct] if direct else packed
 
     def note_moved(self, layers: Iterable[int]) -> None:
         """The weights of these layers are others than before."""
         for index in layers:
             self._ready.pop(index, None)
+            self._direct.pop(index, None)
             for linear in self._linears.get(index, {}).values():
                 linear.recipe = None
 
     def release(self, layers: Iterable[int]) -> None:
         """Free the codes of these layers."""
+        layers = list(layers)
+        self.note_moved(layers)
         for index in layers:
-            self._ready.pop(index, None)
             for linear in self._linears.get(index, {}).values():
-                linear.recipe = None
                 linear.forget()
 
     def note_rebuilt(self, index: int) -> None:
         """A layer's twin is a new one."""
         self._linears.pop(index, None)
         self._ready.pop(index, None)
+        self._direct.pop(index, None)
+
+
+def _multiplied_packed(
+    twin: nn.Module, using: Sequence[tuple[str, Fp8Linear]], packed: Mapping[int, PackedTwin]
+) -> set[PackedTwin]:
+    """Return the packed weights of which nothing but the codes is read."""
+    ids = [id(linear.weight) for name, linear in using if _reads_codes_alone(twin, name, linear)]
+    holding = [id(one) for module in twin.modules() for one in module.parameters(recurse=False)]
+    found = {own for one in set(ids) if (own := packed.get(one)) and ids.count(one) == holding.count(one)}
+    return {own for own in found if own.row_codes() is not None}
+
+
+def _reads_codes_alone(twin: nn.Module, name: str, linear: Fp8Linear) -> bool:
+    if linear.recipe is None or linear.recipe.inputs == "bf16":
+        return False
+    # DoRA's magnitudes are of the weight itself.
+    parent = twin.get_submodule(name.rpartition(".")[0])
+    return not getattr(parent, "lora_magnitude_vector", None)
 
 
 def _made(module: nn.Module) -> Fp8Linear:
