@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from rp_engine import Runtime
 from rp_engine.errors import HostMemoryWarning
 from rp_engine.estimates import HostBytes, MemoryForecast, current_limit
+from rp_engine.wrapping import FrozenDisk, FrozenStore
 from rp_errors import warn_user
 from rp_packing import FORMATS, PackedWeight, as_parameter, format_of, pack_frozen
-from rp_transfer import GivingBack
+from rp_transfer import GivingBack, MappedFiles, inner_tensors
 from torch import nn
 
 from roundpipe.models.auto import AutoRoundPipe
@@ -50,7 +52,8 @@ def from_pretrained(
     resident memory of the process grows by at most 1.1 times the weights' bytes, if these are 500 MB or more: by
     the blocks, and some 20 MiB of files. Weights that transformers computes, in a cast or by stacking experts, are
     in memory before their block is made, so the largest block of those comes on top. Masters, gradients and a
-    second block are made later, for training.
+    second block are made later, for training. With ``frozen="disk:..."`` frozen weights that are in the files as
+    they are used stay there, and packed ones go to the disk one after another, so memory holds neither.
 
     >>> import torch
     >>> from tempfile import TemporaryDirectory
@@ -77,16 +80,23 @@ def from_pretrained(
         raise ValueError(f"pack must be one of {', '.join((*FORMATS, STORED))}, but is {pack!r}")
     wrapping = {name: options.pop(name) for name in _WRAPPING & options.keys()}
     wrapping.setdefault("name", caller())
+    disk = FrozenDisk.of(wrapping.get("frozen", "memory"))
+    # One object, so that what is packed meanwhile goes to the files of the model.
+    wrapping["frozen"] = disk or "memory"
     if pack is None:
         _warn_if_short(directory, options, wrapping)
     with GivingBack():
-        model = _loaded(directory, model_class, pack, options)
+        model = _loaded(directory, model_class, pack, options, disk)
         model = model if adapt is None else adapt(model)
     return wrap_model_to_roundpipe(model, **wrapping)
 
 
 def _loaded(
-    directory: str | os.PathLike[str], model_class: type[Any] | None, pack: str | None, options: dict[str, Any]
+    directory: str | os.PathLike[str],
+    model_class: type[Any] | None,
+    pack: str | None,
+    options: dict[str, Any],
+    disk: FrozenDisk | None,
 ) -> Any:
     found = presets_for("to load a checkpoint of transformers")
     if pack is None:
@@ -94,8 +104,13 @@ def _loaded(
     if pack == STORED:
         return _as_stored(*found.load_packed(directory, model_class, **options))
     model = found.load_pretrained(directory, model_class, **options).requires_grad_(False)
-    pack_frozen(model, pack)
+    pack_frozen(model, pack, each=None if disk is None else partial(_to_disk, FrozenStore.on(disk)))
     return model
+
+
+def _to_disk(store: FrozenStore, weight: PackedWeight) -> None:
+    for tensor in inner_tensors(weight):
+        store.take_in([tensor], MappedFiles.now())
 
 
 def _as_stored(model: nn.Module, stored: Mapping[str, StoredPacked]) -> nn.Module:
@@ -122,10 +137,14 @@ def _warn_if_short(
         return  # loading then says what is wrong with the files
     runtime: Runtime | None = wrapping.get("runtime")
     limit = current_limit() if runtime is None else runtime.host_limit()
-    whole = HostBytes(weights=0 if wrapping.get("pin_model") == "off" else nbytes)
+    whole = HostBytes(weights=0 if _stays_on_disk(wrapping) else nbytes)
     forecast = MemoryForecast(wrapping["name"], "for its weights", whole, HostBytes(), limit)
     if not forecast.fits:
         warn_user(forecast.explained("is likely to need"), HostMemoryWarning)
+
+
+def _stays_on_disk(wrapping: Mapping[str, Any]) -> bool:
+    return wrapping.get("pin_model") == "off" or wrapping["frozen"] != "memory"
 
 
 _WRAPPING = frozenset(

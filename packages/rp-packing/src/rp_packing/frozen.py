@@ -25,7 +25,11 @@ class PackedBytes(NamedTuple):
 
 
 def pack_frozen(
-    model: nn.Module, format: str, *, select: Callable[[str, nn.Parameter], bool] | None = None
+    model: nn.Module,
+    format: str,
+    *,
+    select: Callable[[str, nn.Parameter], bool] | None = None,
+    each: Callable[[PackedWeight], object] | None = None,
 ) -> PackedBytes:
     """Pack the frozen matrices of a model, in place, before it is wrapped.
 
@@ -35,6 +39,8 @@ def pack_frozen(
         select: returns whether to pack a parameter, given its name and itself; called for those of two dimensions
             or more. Default: weights of linear layers and stacked experts (of three dimensions), without the
             output head.
+        each: called with each packed weight before the next one is packed: it may move the codes and scales, to
+            disk for example.
 
     Only frozen parameters are packed: freeze a model or a tower first, or add adapters, which freezes the rest.
     Packing rounds. On devices the weights arrive packed and are expanded for the layer that runs.
@@ -64,7 +70,7 @@ def pack_frozen(
     todo = deque(zip(chosen, forms, strict=True))
     # The queue holds the last references to the weights: each is freed before the next one is packed.
     del chosen
-    packed = _pack_each(todo)
+    packed = _pack_each(todo, each)
     return PackedBytes(len(packed), before, sum(cast(PackedWeight, one).packed_nbytes for one in packed))
 
 
@@ -136,13 +142,18 @@ def _heads(model: nn.Module) -> set[int]:
     return heads
 
 
-def _pack_each(todo: deque[tuple[_Place, Format]]) -> list[nn.Parameter]:
+def _pack_each(
+    todo: deque[tuple[_Place, Format]], each: Callable[[PackedWeight], object] | None
+) -> list[nn.Parameter]:
     """Pack the weights in these places, each once."""
     packed: dict[int, nn.Parameter] = {}
     while todo:
         place, form = todo.popleft()
         if id(place.parameter) not in packed:
-            packed[id(place.parameter)] = as_parameter(_packed(place, form))
+            weight = _packed(place, form)
+            if each is not None:
+                each(weight)
+            packed[id(place.parameter)] = as_parameter(weight)
         place.put(packed[id(place.parameter)])
     return list(packed.values())
 

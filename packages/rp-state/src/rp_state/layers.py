@@ -119,6 +119,8 @@ def _on_disk(
     if store is None:
         return {}
     store.reserve([each.tensors for each in groups], files)
+    for tensor in (tensor for each in groups for tensor in each.tensors):
+        files.give_back(tensor)
     return {each: Block(backend, each, files, on_disk=store.take_in(each.tensors, files)) for each in groups}
 
 
