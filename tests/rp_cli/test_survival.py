@@ -98,6 +98,7 @@ def trained_with(faults: Faults, inputs: list[str], monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
+@pytest.mark.pairwise
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [116, 5, 28], ids=["ESTALE", "EIO", "ENOSPC"])
 @pytest.mark.parametrize("name", CALLS)
