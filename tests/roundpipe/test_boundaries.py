@@ -150,8 +150,22 @@ def other_written(pair: Any) -> Any:
     return rejoined(pair)
 
 
+def written_by_numpy(pair: Any) -> Any:
+    """The same, after a write that raises no version counter."""
+    leaves_of(pair)[0].detach().numpy().__imul__(0.5)
+    return rejoined(pair)
+
+
+def written_as_data(pair: Any) -> Any:
+    """The same, as older code does it."""
+    leaves_of(pair)[0].data.mul_(0.5)
+    return rejoined(pair)
+
+
 SHARED = [
     (twice, written),
+    (twice, written_by_numpy),
+    (with_view, written_as_data),
     (twice, written_through_a_view),
     (with_view, written),
     (with_part, written),

@@ -77,16 +77,24 @@ class Subject:
 
 
 def examined(
-    subject: Subject, call: Any, first: Callable[[], Any], rerun: Rerun, enter: Enter = plain_enter
+    subject: Subject,
+    call: Any,
+    first: Callable[[], Any],
+    rerun: Rerun,
+    enter: Enter = plain_enter,
+    compare_inputs: Callable[[Any], None] = lambda _: None,
 ) -> tuple[Any, bool]:
     """Run a layer's forward, then run it again to compare; return the output of the first run.
 
     Also return whether the examination was completed: a device may have no memory for a second run. `enter`: makes
-    graph-less tensors require grad, as forward was given them. Raises `ImpureLayer`.
+    graph-less tensors require grad, as forward was given them. `compare_inputs`: is given copies of the arguments
+    from before, after the first run. Raises `ImpureLayer`.
     """
     before = attributes_of(subject.modules)
     copies = _if_it_fits(subject, lambda: copied(call))
     output = first()
+    if copies is not None:
+        compare_inputs(copies[0])
     after = attributes_of(subject.modules)
     left = changes(before, after)
     _refuse_results(subject, left, after)

@@ -353,7 +353,7 @@ BY_MICROBATCH = frozenset({"dropout", "nested", "checkpoint, dropout", "batch no
 STEEP = frozenset({"group norm"})
 # Torch has no second derivative of these.
 ONCE_DIFFERENTIABLE = frozenset({"attention", "checkpoint, reentrant"})
-# What these give to later samples, values in 16 bits may not show.
+# What these give to later samples, outputs may not show.
 WRITES_BUFFERS = frozenset({"written buffer", "counting buffer"})
 
 UNUSUAL: dict[str, Make] = {

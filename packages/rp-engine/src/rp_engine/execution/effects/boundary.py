@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import rp_batch
@@ -35,6 +36,17 @@ class Given:
         leaves = self.leaves
         return [index for index, version in self._versions.items() if leaves[index]._version != version]
 
+    def changed_from(self, before: Sequence[Any]) -> list[int]:
+        """Return the positions of leaves with other values than these copies, which no version counter shows."""
+        # Others cannot be compared.
+        dense = [index for index in self._versions if _is_dense(self.leaves[index])]
+        return [
+            index
+            for index in dense
+            if self.leaves[index]._version == self._versions[index]
+            and not rp_batch.are_same([self.leaves[index].detach(), before[index]])
+        ]
+
 
 class Boundary:
     """Watches what the layers of one task take and return."""
@@ -49,8 +61,22 @@ class Boundary:
         It must not share memory with another leaf of the input, or with what others hold:
         behind a boundary between stages the other one would keep its values.
         """
+        self._refuse_kin(layer, given, given.written())
+
+    def check_unseen(self, layer: int, given: Given, before: Sequence[Any]) -> None:
+        """Raise `BoundaryError` as `check_written` does, for writes that no version counter shows.
+
+        `before`: copies of the leaves from before. Such writes are those of NumPy, ``.data`` and own kernels.
+        """
+        if len(before) == len(given.leaves):
+            unseen = given.changed_from(before)
+            self._refuse_kin(layer, given, unseen)
+
+    def _refuse_kin(self, layer: int, given: Given, written: Sequence[int]) -> None:
+        if not written:
+            return
         kin = self._kinship.of(given.leaves)
-        for index in given.written():
+        for index in written:
             if (own := kin.get(index)) is None:
                 continue
             others = [other for other in kin if other != index and kin[other] == own]
@@ -117,6 +143,10 @@ class Boundary:
             f"{path}{step}, where it is neither copied to other devices nor gets a gradient. Use a tuple, dict, "
             f"dataclass or named tuple, or register {name} with torch.utils._pytree.register_pytree_node"
         )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def _is_open(leaf: object) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+import rp_batch
 import torch
 from rp_recompute.attributes import ModuleCopy, attributes_of, changes
 from rp_recompute.copies import copied
@@ -183,9 +184,13 @@ class LayerRuns:
             with self._buffers.starting_from(layer, buffers):
                 return self._recompute(run, arguments, copied(saved))
 
+        def compare_inputs(before: _Arguments) -> None:
+            self._boundary.check_unseen(layer, run.given, rp_batch.flatten(before)[0])
+
         buffers = self._buffers.values(layer)
         try:
-            output, is_done = examined(self._subject(layer, run.twin), run.call, first, rerun, enter)
+            subject = self._subject(layer, run.twin)
+            output, is_done = examined(subject, run.call, first, rerun, enter, compare_inputs)
         except ImpureLayer:
             self._twins.spoil(layer)
             raise
