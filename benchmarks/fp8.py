@@ -26,14 +26,9 @@ from collections.abc import Callable, Iterator
 from itertools import product as pairs
 from typing import Any
 
-import roundpipe
 import torch
 from decoder import SIZES, Block, Size
-from late.loops import engine_run
-from late.variants import VARIANTS, Run
-from late.workloads import WORKLOADS, workload
-from roundpipe import Fp8
-from rp_packing import Fp8Linear, become
+from rp_packing import Fp8, Fp8Linear, become
 from rp_packing.products.scaled import product, transposed
 from rp_packing.rows import Rows, cast_columns, cast_rows
 from torch import Tensor, nn
@@ -234,6 +229,12 @@ def _layer(size: Size, shape: tuple[int, int], recipe: Fp8 | None, device: str, 
 
 def loss(options: argparse.Namespace) -> None:
     """All ways with the first seed, then all with the next."""
+    # Products need nothing but torch and rp_packing.
+    import roundpipe
+    from late.loops import engine_run
+    from late.variants import VARIANTS, Run
+    from late.workloads import workload
+
     chosen, lines = workload(options.workload, torch.device(options.device)), list[dict[str, Any]]()
     is_on_gpu = chosen.device.type == "cuda"
     steps = options.steps or chosen.steps
@@ -292,7 +293,7 @@ def _options() -> argparse.Namespace:
     one.add_argument("--rounds", type=int, default=20)
     other = commands.add_parser("loss")
     other.set_defaults(run=loss)
-    other.add_argument("--workload", choices=WORKLOADS, default="decoder-100m")
+    other.add_argument("--workload", default="decoder-100m", help="of late/workloads.py: such as finetune, lora")
     other.add_argument("--ways", nargs="+", choices=WAYS, default=["bf16", "fp8"])
     other.add_argument("--seeds", type=int, default=3)
     other.add_argument("--steps", type=int, help="of a run (the workload's)")

@@ -41,7 +41,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-FORMATS = ("nf4", "fp8", "int8", "mxfp4")
+FORMATS = ("nf4", "fp8", "fp8-rows", "int8", "mxfp4")
 
 
 def _qwen3(hidden: int, inner: int, layers: int, heads: int, **others: Any) -> Callable[[], Any]:
@@ -222,6 +222,7 @@ def on_roundpipe(model: nn.Module, args: argparse.Namespace) -> Trained:
         runtime=runtime,
         optim_dtype=torch.float32,
         compile_layers=args.compile,
+        compute=args.compute,
     ).train()
     optimizer = roundpipe.optim.AdamW(wrapped.optim_parameters(), lr=1e-4)
 
@@ -371,6 +372,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=2048, help="tokens a sequence")
     parser.add_argument("--microbatches", type=int, default=None, help="of each batch; not with bitsandbytes")
     parser.add_argument("--launch", choices=["eager", "graphs"], default="eager", help="not with bitsandbytes")
+    parser.add_argument("--compute", choices=["bf16", "fp8"], default="bf16", help="not with bitsandbytes")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     parser.add_argument("--attention", action="store_true", help="adapters on attention alone")
     parser.add_argument("--compile", action="store_true", help="compile layers; not with bitsandbytes")
