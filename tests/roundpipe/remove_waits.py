@@ -99,8 +99,8 @@ WAITS = [
         "a task that steps aside waits for its uploads",
     ),
     Wait(
-        "device/weights.py",
-        "self._lane.outbox.wait_for_room(self._spare_bytes)",
+        "device/gradient_sums.py",
+        "self._outbox.wait_for_room(self._spare_bytes)",
         "gradients that cannot leave hold up the next task",
     ),
     Wait(

@@ -39,7 +39,7 @@ class Retreat:
         self._note = note
         self._turns = dict(weights.turns)
         self._saved = weights.saved
-        self._owed = weights.undelivered()
+        self._owed = weights.sums.undelivered()
         self._on = replace(weights.on, may_outlive=False)
         # The latest part's.
         self.stage: Stage | None = None
@@ -62,7 +62,7 @@ class Retreat:
             if not stage.may_run_again:
                 raise found
             self._note(found, stage.where())
-            left = {block: owed[block] for block in weights.undelivered()}
+            left = {block: owed[block] for block in weights.sums.undelivered()}
             stage.withdraw()
             pending.extendleft((instead, left) for instead in reversed(self._instead(part, found)))
 

@@ -73,7 +73,7 @@ class Backpropagation:
         self._weights.bind(self._call.state.layers[layer], training=True)
         if self._is_part:
             # Before the layer allocates: a hole that its largest temporaries leave would be split for them.
-            self._weights.make_sums()
+            self._weights.sums.make()
         before = None if self._times is None else self._used_bytes(microbatch)
         tree = self._layers.run(layer, microbatch, tree, recomputes=recomputes)
         if self._times is not None and before is not None:
@@ -115,7 +115,7 @@ class Backpropagation:
         with (
             self._call.without_autocast(),
             self._place.span("backward"),
-            self._weights.adding(),
+            self._weights.sums.adding(),
             self._generator_lock(microbatch),
         ):
             torch.autograd.backward(tensors, grads)
@@ -132,17 +132,17 @@ class Backpropagation:
     # Gradients on their way to the host
 
     def _send_complete(self, layer: int) -> None:
-        if self._weights.summed_bytes < _DEPARTURE_BYTES:
+        if self._weights.sums.nbytes < _DEPARTURE_BYTES:
             return
         # Backward runs through later layers first: it has passed all layers above this one.
-        blocks = self._weights.complete_above(layer, self._task.layers)
+        blocks = self._weights.sums.complete_above(layer, self._task.layers)
         if sum(block.nbytes for block in blocks) >= _DEPARTURE_BYTES:
             self._send(blocks)
 
     def send_rest(self) -> None:
         """Send the gradients that have not left yet; after the last microbatch."""
-        self._send(self._weights.all_sums())
+        self._send(self._weights.sums.owed())
 
     def _send(self, blocks: Sequence[Block]) -> None:
         where = f"{self._task!r}, sending gradients to the host, from {self._device.name}"
-        self._place.outbox.send_to_host(self._weights.deliver(blocks), where)
+        self._place.outbox.send_to_host(self._weights.sums.deliver(blocks), where)

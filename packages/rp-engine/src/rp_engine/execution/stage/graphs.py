@@ -90,7 +90,7 @@ class TaskGraphs:
             self._tell(task.layers, reason)
             self.is_used = False
         if self.is_used:
-            weights.fixed = self._store.fixed
+            weights.use_fixed(self._store.fixed)
 
     def run(self, layers: range, microbatch: int, tree: Any, *, recomputes: bool) -> tuple[int, Any] | None:
         """Replay the first of these layers, if graphs launch them; return how many, and the output of the last.
@@ -261,7 +261,7 @@ class TaskGraphs:
                 span = Span(self._device, self._pool(place), work, leaves, treedef)
         finally:
             # What was added and counted while it was captured is no gradient.
-            self._weights.make_new_sums()
+            self._weights.sums.begin_again()
         if self._attributes(layers) != before:
             span.close()
             raise NotCapturable("they change plain attributes, which a replay does not")
@@ -280,7 +280,7 @@ class TaskGraphs:
 
     @contextmanager
     def _backward(self) -> Generator[None]:
-        with self._call.without_autocast(), self._weights.adding():
+        with self._call.without_autocast(), self._weights.sums.adding():
             yield
 
     def _drawing(self, layers: range) -> tuple[int, ...]:
@@ -307,7 +307,7 @@ class TaskGraphs:
             self._weights.bind(self._call.state.layers[layer], training=self._trains)
         if self._trains:
             # Now: a graph must not zero them.
-            self._weights.make_sums()
+            self._weights.sums.make()
 
     def _fixed(self, block: Block) -> FixedBlock:
         before, numel, dtype = self._store.fixed.get(block), (block.layout.numel,), block.layout.dtype
@@ -354,7 +354,7 @@ class TaskGraphs:
             found, sums = self._traces(span, *enter(before, grads), by_python)
             again, more = self._traces(span, *enter(plain, grads), partial(self._replay, span, microbatch))
         finally:
-            self._weights.make_new_sums()
+            self._weights.sums.begin_again()
             self._added.clear()
         # The replay has added to the same sums.
         again += [both - one for one, both in zip(sums, more, strict=True)]
@@ -385,7 +385,7 @@ class TaskGraphs:
         with self._backward():
             torch.autograd.backward(ends, [end.detach().clone() for end in ends])
         found.append(sketch([leaf.grad for leaf in grad_leaves if leaf is not None], device))
-        return found, [sketch([sums], device) for sums in self._weights.sums_of(self._blocks(span.layers))]
+        return found, [sketch([sums], device) for sums in self._weights.sums.of(self._blocks(span.layers))]
 
     def _eps(self, layers: range, leaves: Sequence[Any]) -> float:
         dtypes = {leaf.dtype for leaf in tensors_of(leaves)}

@@ -144,7 +144,7 @@ class Stage:
             self.next_microbatch = microbatch + 1
 
     def _end_of_microbatch(self) -> None:
-        self._weights.note_microbatch(self._graphs.take_added())
+        self._weights.sums.note_microbatch(self._graphs.take_added())
         self._end_of_part()
         if not self._is_part:
             self._lane.prefetch_next()
