@@ -212,6 +212,7 @@ SCHEMA: dict[str, Any] = {
         int,
     ),
     "disk": type(None),
+    "frozen": type(None),
     "plan": {
         "num_microbatch": int,
         "sequences_a_microbatch": int,
@@ -423,6 +424,46 @@ def test_state_on_disk_is_proposed_counted_and_told(config: Write, capsys: pytes
     assert masters["host_bytes"]["masters"] == pytest.approx(2 * 1024 * 151936 + 6 * (64 << 20), rel=0.01)
     assert refused == 2
     assert "name it with --disk" in capsys.readouterr().err
+
+
+def test_frozen_weights_on_disk_are_proposed_counted_and_told(
+    config: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = QWEN3_8B | {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 4}
+    machine = ("--batch", "4", "--sequence", "64", "--model", config(wide), "--gpu", "H200", "--lora", "4")
+    disk = ("--disk", "2TB", "--disk-gb-s", "0.5/6")
+
+    short = found(capsys, *machine, "--ram", "900MB")["changes"]
+    before, there = found(capsys, *machine), found(capsys, *machine, *disk, "--frozen", "disk")
+    said = told(capsys, *machine, *disk, "--frozen", "disk")
+    full = told(capsys, *machine, "--disk", "0.5GB", "--frozen", "disk")
+    refused = [
+        main(["plan", *machine, "--frozen", "disk"]),
+        main(["plan", *machine[:-2], *disk, "--frozen", "disk"]),
+    ]
+
+    assert "--disk 1TB --frozen disk" in [change["option"] for change in short]
+    frozen, plan = there["frozen"], there["plan"]
+    assert frozen["bytes"] == pytest.approx(
+        2 * (before["model"]["parameters"] - before["model"]["trained_parameters"]), rel=1e-3
+    )
+    saved = before["host_bytes"]["total"] - there["host_bytes"]["total"]
+    # Less the ring.
+    assert saved == pytest.approx(frozen["bytes"] - (128 << 20), rel=0.05)
+    # One task runs all layers, so each is read once; nothing hides 0.5 GB/s from so small a batch.
+    assert [stage["layers"] for stage in plan["stages"]] == [[0, 6]]
+    assert frozen["read_bytes_a_step"] == frozen["bytes"]
+    assert frozen["step_s"] == pytest.approx(frozen["bytes"] / 0.5e9)
+    assert plan["step_s"] >= frozen["step_s"]
+    assert plan["bound_by"] == "disk"
+    assert frozen["hidden_from_batch"] > 4
+    assert "read 1 times a step at 0.5 GB/s: " in said
+    assert f"hidden from about --batch {frozen['hidden_from_batch']} on; that wears nothing" in said
+    assert "DOES NOT FIT: the disk is short by" in full
+    assert refused == [2, 2]
+    errors = capsys.readouterr().err
+    assert "name it with --disk" in errors
+    assert "without adapters no weights are frozen" in errors
 
 
 def test_masters_in_halves_are_proposed_counted_and_told(

@@ -144,6 +144,34 @@ def test_state_on_disk_gives_the_same_losses_and_its_wear_is_told(
 
 
 @pytest.mark.slow
+def test_frozen_weights_on_disk_give_the_same_losses(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["train", "--data", str(text), *SIZES, "--steps", "3", "--lora", "2"]
+    ways: dict[str, list[str]] = {
+        "memory": [],
+        "named": ["--frozen", f"disk:{tmp_path}"],
+        "packed": ["--pack", "nf4"],
+        "with the state": ["--pack", "nf4", "--disk", str(tmp_path), "--frozen", "disk"],
+    }
+
+    losses = {}
+    for name, how in ways.items():
+        assert main([*given, "--output", str(tmp_path / name), *how]) == 0
+        losses[name] = [one.get("loss") for one in finetuning.lines(tmp_path / name)]
+    told = capsys.readouterr().out
+    refused = main([*given, "--frozen", f"disk:{tmp_path / 'none'}"])
+
+    assert losses["named"] == losses["memory"]
+    assert losses["with the state"] == losses["packed"] != losses["memory"]
+    assert told.count("on disk, read ") == 2
+    assert refused == 2
+    assert "--frozen: " in capsys.readouterr().err
+    assert main([*given, "--frozen", "ssd"]) == 2
+    assert "must be memory, disk, or disk:DIR" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_it_learns(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--data", str(text), *SIZES, "--steps", "60"]) == 0
 

@@ -173,6 +173,8 @@ def _savings(options: PlanOptions, now: Foretold) -> Iterator[_Saving]:
         yield _Saving(tuple((f"--optimizer-state {kind}", {"optimizer_state": kind}) for kind in _SMALLER_KINDS))
     if options.disk_bytes is None:
         yield _Saving(tuple(_disks(now)))
+    if options.is_adapted and options.frozen == "memory":
+        yield _Saving((_frozen_on_disk(now),))
     if options.optimizer in ("adam", "adamw"):
         yield _Saving(tuple((f"--optimizer {name}", {"optimizer": name}) for name in _SMALLER_STATES))
 
@@ -181,6 +183,16 @@ def _disks(now: Foretold) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield a usual disk that has room for the optimizer's state, in whole TB."""
     tb = max(-(-now.case.workload.optimizer_bytes // _TB), 1)
     yield f"--disk {tb}TB", {"drive": Drive(tb * _TB, *USUAL_RATES)}
+
+
+def _frozen_on_disk(now: Foretold) -> tuple[str, dict[str, Any]]:
+    """The disk that there is, or else a usual one, for frozen weights, too."""
+    workload = now.case.workload
+    if workload.how.drive.is_there:
+        return "--frozen disk", {"frozen": workload.how.drive}
+    tb = max(-(-(workload.optimizer_bytes + workload.frozen_bytes) // _TB), 1)
+    drive = Drive(tb * _TB, *USUAL_RATES)
+    return f"--disk {tb}TB --frozen disk", {"drive": drive, "frozen": drive}
 
 
 def _combinations(options: PlanOptions, now: Foretold) -> Iterator[Proposal]:
@@ -293,7 +305,13 @@ def workload_of(options: PlanOptions) -> Workload:
     """Return the workload that the options describe. Raises `Refused` for a model that cannot be planned for."""
     images = options.images
     model = model_of(options.model, Adapters.of(options), pack=options.pack, with_images=images is not None)
-    how = Training.of(options, utilisation=options.utilisation or _calibrated(options), drive=_drive(options))
+    drive = _drive(options)
+    how = Training.of(
+        options,
+        utilisation=options.utilisation or _calibrated(options),
+        drive=drive,
+        frozen=drive if options.frozen == "disk" else NO_DISK,
+    )
     shown = None if images is None else (images, patches_of(cast(Any, model).config, images))
     beside = 0 if shown is None else shown[0].count * shown[1].tokens
     check_positions(model, how.sequence, beside)

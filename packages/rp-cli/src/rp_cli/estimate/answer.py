@@ -60,6 +60,7 @@ def as_json(answer: Foretold, changes: Sequence[Change]) -> str:
             "images": answer.case.workload.shown,
             "host_bytes": _host_bytes(answer),
             "disk": _disk_json(answer),
+            "frozen": _frozen_json(answer),
             "plan": None if answer.planned is None else _plan(answer, answer.planned),
             "changes": [_changed(change) for change in changes],
             "assumed": {
@@ -138,6 +139,20 @@ def _disk_json(answer: Foretold) -> dict[str, Any] | None:
         return None
     told = workload.how.drive.told(workload.disk_bytes(answer.case.machines), planned.ms if planned else math.inf)
     return {**told, "short_bytes": answer.disk_short_bytes}
+
+
+def _frozen_json(answer: Foretold) -> dict[str, Any] | None:
+    workload, planned = answer.case.workload, answer.planned
+    if not workload.how.frozen.is_there:
+        return None
+    return {
+        "bytes": workload.frozen_bytes,
+        "read_gb_s": workload.how.frozen.read_gb_s,
+        "is_measured": workload.how.frozen.is_measured,
+        "read_bytes_a_step": None if planned is None else planned.read_bytes,
+        "step_s": None if planned is None else planned.read_ms / 1e3,
+        "hidden_from_batch": None if planned is None else _hiding_batch(answer, planned),
+    }
 
 
 def _host_bytes(answer: Foretold) -> dict[str, Any]:
@@ -301,12 +316,33 @@ def _run_summary(answer: Foretold, planned: Planned) -> Iterator[str]:
             f"network  {_gb(planned.traffic_bytes)} from and to each machine in a step, "
             f"{_seconds(planned.network_ms)}; all else takes {_seconds(planned.machine_ms)}"
         )
+    yield from _frozen(answer, planned)
     yield from _disk(answer, planned)
     busy = planned.busy_ms()
     others = ", ".join(
         f"{_WORK.get(name, name)} {_seconds(ms)}" for name, ms in sorted(busy.items(), key=_by_time) if ms
     )
     yield f"bound by  {_BOUNDS[planned.bound_by]}; busy in a step: {others}"
+
+
+def _frozen(answer: Foretold, planned: Planned) -> Iterator[str]:
+    """Yield how frozen weights are read from a disk, and the batch that hides it."""
+    workload, batch = answer.case.workload, _hiding_batch(answer, planned)
+    if not workload.how.frozen.is_there:
+        return
+    times = planned.read_bytes / max(workload.frozen_bytes, 1)
+    source = ", measured" if workload.how.frozen.is_measured else ""
+    hidden = f"hidden from about --batch {batch} on" if batch > answer.case.batch else "hidden"
+    yield (
+        f"frozen weights  {_gb(workload.frozen_bytes)} on disk, read {times:.3g} times a step at "
+        f"{workload.how.frozen.read_gb_s:.3g} GB/s{source}: {_seconds(planned.read_ms)}, {hidden}; that wears "
+        "nothing"
+    )
+
+
+def _hiding_batch(answer: Foretold, planned: Planned) -> int:
+    """Return the batch from which on a call takes longer than reading frozen weights does."""
+    return math.ceil(answer.case.batch * planned.read_ms / planned.machine_ms)
 
 
 def _disk(answer: Foretold, planned: Planned) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The disk to plan for, which has the optimizer's state: its size, rates and rated life."""
+"""The disk to plan for, which has the optimizer's state or frozen weights: its size, rates and rated life."""
 
 from __future__ import annotations
 
@@ -35,6 +35,10 @@ class Drive:
     def ms(self, nbytes: int) -> float:
         """Return the time to read and write so many bytes: what one takes, the other lacks."""
         return nbytes / 1e6 / self.read_gb_s + nbytes / 1e6 / self.write_gb_s
+
+    def read_ms(self, nbytes: int) -> float:
+        """Return the time to read so many bytes."""
+        return nbytes / 1e6 / self.read_gb_s
 
     def tb_a_day(self, nbytes: int, step_ms: float) -> float:
         """Return the 10^12 bytes that are written in a day of steps that each write so many bytes."""

@@ -75,7 +75,8 @@ class Planned:
     without the network. `working_bytes`: a device's workspace.
     `tasks`: of one call. `traffic_bytes`: bytes that a machine sends in a step, and receives; `network_ms`: the
     time that this takes. `disk_ms`: the time in which a disk reads and writes the optimizer's state;
-    `waits_for_disk`: whether nothing else is done meanwhile.
+    `waits_for_disk`: whether nothing else is done meanwhile. `read_bytes`: frozen weights that are read from a
+    disk in a step; `read_ms`: the time that this takes, beside all else.
     """
 
     priced_plan: PricedPlan
@@ -89,23 +90,31 @@ class Planned:
     network_ms: float = 0.0
     disk_ms: float = 0.0
     waits_for_disk: bool = False
+    read_bytes: int = 0
+    read_ms: float = 0.0
 
     @property
     def ms(self) -> float:
         """The time of a step: traffic overlaps with everything else, so the longer of both counts.
 
-        So does the disk of asynchronous steps; synchronous ones wait for it.
+        So does the disk of asynchronous steps; synchronous ones wait for it. Calls read frozen weights meanwhile.
         """
         waited = self.disk_ms if self.waits_for_disk else 0.0
-        return max(self.machine_ms + waited, self.network_ms, self.disk_ms)
+        called = max(self.machine_ms, self.read_ms)
+        return max(called + waited, self.network_ms, self.all_disk_ms)
+
+    @property
+    def all_disk_ms(self) -> float:
+        """The time for which disks are busy in a step."""
+        return self.disk_ms + self.read_ms
 
     @property
     def bound_by(self) -> Bound:
         """The resource that is busy for the longest time."""
-        longest = max(self.machine_ms, self.network_ms, self.disk_ms)
+        longest = max(self.machine_ms, self.network_ms, self.all_disk_ms)
         if longest == self.machine_ms:
             return self.priced_plan.bottleneck(self.devices)
-        return "disk" if longest == self.disk_ms else "network"
+        return "disk" if longest == self.all_disk_ms else "network"
 
     @cached_property
     def device_bytes(self) -> int:
@@ -121,7 +130,7 @@ class Planned:
     def busy_ms(self) -> dict[Bound, float]:
         """Return the time for which each resource is busy in a step."""
         busy: dict[Bound, float] = {**self.priced_plan.loads_ms(self.devices)}
-        others: dict[Bound, float] = {"network": self.network_ms, "disk": self.disk_ms}
+        others: dict[Bound, float] = {"network": self.network_ms, "disk": self.all_disk_ms}
         return {**busy, **{name: ms for name, ms in others.items() if ms}}
 
 
@@ -144,9 +153,11 @@ class Foretold:
 
     @property
     def disk_short_bytes(self) -> int:
-        """The bytes that the disk lacks for the optimizer's state; 0 if it has room or is not used."""
+        """The bytes that the disk lacks for the optimizer's state and frozen weights; 0 if it needs no more."""
         workload = self.case.workload
-        return max(workload.disk_bytes(self.case.machines) - workload.how.drive.total_bytes, 0)
+        drive = workload.how.drive
+        frozen = workload.frozen_bytes if drive.is_there and workload.how.frozen is drive else 0
+        return max(workload.disk_bytes(self.case.machines) + frozen - drive.total_bytes, 0)
 
     @property
     def tokens_per_s(self) -> float:
@@ -213,7 +224,7 @@ def _planned(count: int, search: Search, case: Case, *, settles: bool) -> Planne
     priced = search.settle() if settles else search.best
     tasks = Assigner(devices).assign(priced)
     sequences = size_of(case.batch, count)
-    traffic = case.workload.traffic_bytes(case.machines, tasks)
+    traffic, read = case.workload.traffic_bytes(case.machines, tasks), case.workload.read_bytes(tasks)
     return Planned(
         priced_plan=priced,
         microbatches=count,
@@ -226,6 +237,8 @@ def _planned(count: int, search: Search, case: Case, *, settles: bool) -> Planne
         network_ms=traffic / (case.network.gb_s * 1e6),
         disk_ms=case.workload.how.drive.ms(case.workload.disk_bytes(case.machines)),
         waits_for_disk=case.workload.how.is_sync,
+        read_bytes=read,
+        read_ms=case.workload.how.frozen.read_ms(read),
     )
 
 

@@ -223,6 +223,9 @@ class PlanOptions(AdapterOptions):
         needs=("disk_bytes", ", whose rates they are"),
     )
     disk_tbw: float | None = shared.disk_tbw("disk_bytes")
+    frozen: str = option(
+        "where the frozen weights below adapters are; disk: that of --disk", one_of(("memory", "disk")), "memory"
+    )
     master: str = shared.master()
     utilisation: float | None = option(
         "of the GPU's TFLOP/s that layers reach", number(0.001, 1, "PART"), shown="0.5; adapters 0.38"
@@ -249,6 +252,7 @@ class PlanOptions(AdapterOptions):
                 f"--switches must add up to --devices, {self.devices or 1}, but {text} is {sum(self.switches)}"
             )
         shared.check_master(self.master, self.disk_bytes)
+        shared.check_frozen(self.frozen, self.disk_bytes, is_adapted=self.is_adapted)
         self._check_network()
 
     def _check_network(self) -> None:

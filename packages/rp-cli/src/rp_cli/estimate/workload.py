@@ -23,7 +23,7 @@ from rp_engine.estimates import (
     held_at_once,
     needed_by,
 )
-from rp_engine.wrapping import MasterKind
+from rp_engine.wrapping import FrozenDisk, MasterKind
 from rp_optim import Disk, Muon, muon_groups
 from rp_optim.optimizers.muon import iteration_of
 from rp_optim.places.on_disk import memory_for
@@ -60,6 +60,9 @@ _WEIGHT_BYTES = 2
 _REMAINDER_BYTES = 2
 # Where it is does not change what it takes.
 _SOME_DISK = Disk("planned")
+_SOME_FROZEN_DISK = FrozenDisk(("planned",))
+# Pinned memory of each device for frozen weights on their way from a disk.
+_RING_BYTES = 128 << 20
 # Operations of Muon's matrix products in the time of a byte of host memory: 5e12 a second, for some 16 cores with
 # AMX (two reach 0.5e12 to 0.8e12, benchmarks/results/performance.md), beside 165 GB/s.
 _MUON_FLOPS_PER_BYTE = 30
@@ -71,7 +74,7 @@ class Training:
 
     `is_sync`: whether steps are synchronous; masters in halves have second blocks of weights only if they are not.
     `master`: "whole", "split", or "disk": in halves, of which `drive` has the lower one. `utilisation`: the part
-    of the card's dense rate; None for the usual one. `drive`: where the state is.
+    of the card's dense rate; None for the usual one. `drive`: where the state is; `frozen`: frozen weights.
     """
 
     sequence: int
@@ -85,6 +88,7 @@ class Training:
     optim_dtype: torch.dtype = OPTIM_DTYPE
     utilisation: float | None = None
     drive: Drive = NO_DISK
+    frozen: Drive = NO_DISK
 
     @classmethod
     def of(cls, options: Any, **more: Any) -> Training:
@@ -101,7 +105,8 @@ class Training:
     def host(self) -> HostOptions:
         """What the engine would be told."""
         disk = _SOME_DISK if self.master == "disk" else None
-        return HostOptions("alloc", self.optim_dtype, None, self.master_kind, self.step_in_backward, disk)
+        frozen = _SOME_FROZEN_DISK if self.frozen.is_there else None
+        return HostOptions("alloc", self.optim_dtype, None, self.master_kind, self.step_in_backward, disk, frozen)
 
 
 @dataclass(frozen=True)
@@ -185,6 +190,22 @@ class Workload:
             return 0
         shards = self.shards(machines)
         return self._state_bytes(self.how.optimizer_state, shards) + self._remainder_bytes(shards)
+
+    @cached_property
+    def frozen_bytes(self) -> int:
+        """Bytes of frozen weights."""
+        return sum(one.layout.nbytes for one in self._frozen)
+
+    def read_bytes(self, tasks: Sequence[Task]) -> int:
+        """Return the bytes of frozen weights that a machine's tasks read from disk: each those of its layers."""
+        if not self.how.frozen.is_there:
+            return 0
+        uses = ((one, task.layers) for task in tasks for one in self._frozen)
+        return sum(one.layout.nbytes for one, layers in uses if any(user in layers for user in one.users))
+
+    @property
+    def _frozen(self) -> list[Group]:
+        return [one for one in self.groups if one.kind == "frozen"]
 
     def _remainder_bytes(self, shards: Owners) -> int:
         if self.how.master != "disk":
@@ -318,7 +339,8 @@ class Workload:
         """
         additions = 1 if self.how.step_in_backward else max(_additions(tasks, len(self.observed.facts)), default=1)
         inputs = [0, *(sequences * facts.boundary_bytes for facts in self.observed.facts)]
-        activations = microbatches * held_at_once(tasks, inputs)
+        rings = machine.devices * _RING_BYTES if self.how.frozen.is_there else 0
+        activations = microbatches * held_at_once(tasks, inputs) + rings
         limit = machine.ram or HostLimit("the machine", 2**63, 2**63)
         is_double = self.is_double(machine.ram, machines)
         shards = self.shards(machines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -52,8 +53,13 @@ def foretold(
     )
     _check_vocabulary(model, largest_token)
     check_positions(model, options.sequence)
+    drive = _drive(options)
     how = Training.of(
-        options, is_sync=options.sync, optim_dtype=getattr(torch, options.optim_dtype), drive=_drive(options)
+        options,
+        is_sync=options.sync,
+        optim_dtype=getattr(torch, options.optim_dtype),
+        drive=drive,
+        frozen=_frozen_drive(options, drive),
     )
     workload = Workload.of(model, how, packing_of(config_file(options), options.pack))
     machine = measured(runtime, getattr(torch, str(options.dtype)))
@@ -64,14 +70,29 @@ def _drive(options: FineTuning) -> Drive:
     """Return the disk that the options name, with its rates as measured now. Raises `Refused` if there is none."""
     if options.disk is None:
         return NO_DISK
-    directories = list(map(str, options.disk))
+    return _measured("--disk", list(map(str, options.disk)), options.disk_tbw or 0.0)
+
+
+def _frozen_drive(options: FineTuning, drive: Drive) -> Drive:
+    """Return the disk that has the frozen weights. `drive`: that of ``--disk``.
+
+    Its space is not looked at: weights may stay in the checkpoint's files, which wrapping decides.
+    """
+    if options.frozen == "memory":
+        return NO_DISK
+    if options.frozen == "disk":
+        return replace(drive)
+    return _measured("--frozen", options.frozen.removeprefix("disk:").split(","), 0.0)
+
+
+def _measured(flag: str, directories: list[str], rated_tb: float) -> Drive:
     try:
         rates = disk_rates(directories)
     except DiskError as error:
-        raise Refused(f"--disk: {error}") from error
+        raise Refused(f"{flag}: {error}") from error
     # Striped evenly, so the fullest counts.
     total = len(directories) * min(map(free_bytes, directories))
-    return Drive(total, rates.read_gb_s, rates.write_gb_s, options.disk_tbw or 0.0, is_measured=True)
+    return Drive(total, rates.read_gb_s, rates.write_gb_s, rated_tb, is_measured=True)
 
 
 def _network(runtime: Runtime) -> Network:
@@ -108,7 +129,11 @@ def summary(answer: Foretold) -> str:
         )
     elif not answer.forecast.fits:
         short, what = answer.forecast.short_bytes, "host"
-        hint = "use --lora, --master split, --optimizer-state 8bit, --disk, or --optimizer lion or adafactor"
+        hint = (
+            "use --frozen disk:DIR, --pack nf4, or a lower --batch"
+            if answer.case.workload.how.is_adapted
+            else "use --lora, --master split, --optimizer-state 8bit, --disk, or --optimizer lion or adafactor"
+        )
     else:
         return text
     raise Refused(

@@ -12,6 +12,7 @@ import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained, pack_frozen, wrap_model_to_roundpipe
 from roundpipe.loading import STORED
 from rp_data.images.processor import Sight, has_processor, sight_of
+from rp_optim import DiskError
 from rp_presets import DamagedFile, UnsupportedModel, check_checkpoint, check_folder, check_tokenizer, unasked
 from rp_strangers.code import told
 from rp_strangers.refusing import refusing, refusing_all
@@ -166,6 +167,7 @@ def wrapped(
         "adapter_dtype": None if options.adapter_dtype is None else getattr(torch, options.adapter_dtype),
         "master": _master(options),
         "step_in_backward": options.step_in_backward,
+        "frozen": options.frozen if options.frozen != "disk" else _on_disk(options),
         "runtime": runtime,
         "compile_layers": options.compile,
         "compute": options.compute,
@@ -197,6 +199,10 @@ def _master(options: FineTuning) -> str:
     """The argument `master` of wrapping."""
     if options.master != "disk":
         return options.master
+    return _on_disk(options)
+
+
+def _on_disk(options: FineTuning) -> str:
     return f"disk:{','.join(map(str, options.disk or ()))}"
 
 
@@ -210,6 +216,7 @@ def _wrapped(options: FineTuning, wrapping: dict[str, Any], vocabulary: int | No
     with (
         refusing(f"--model {options.model} cannot be loaded: ", (ValueError, OSError), told),
         refusing("--model: ", (DamagedFile,)),
+        refusing("--frozen: ", (DiskError,)),
         refusing(f"--model {options.model} cannot be trained by this command: ", (UnsupportedModel,)),
         unasked(),
     ):

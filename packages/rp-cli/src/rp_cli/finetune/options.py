@@ -122,6 +122,13 @@ def _directories(flag: str, text: str) -> tuple[Path, ...]:
     return tuple(path().read(flag, part) for part in text.split(","))
 
 
+def _frozen(flag: str, text: str) -> str:
+    where, colon, directories = text.partition(":")
+    if where not in ("memory", "disk") or (colon and (where == "memory" or not directories)):
+        raise Refused(f"{flag} must be memory, disk, or disk:DIR[,DIR...], but is {text!r}")
+    return text if not colon else f"disk:{','.join(map(str, _directories(flag, directories)))}"
+
+
 _DIRECTORIES = Kind("DIR[,DIR...]", _directories, is_place=True)
 
 
@@ -161,6 +168,12 @@ class FineTuning(AdapterOptions):
         is_free=True,
     )
     disk_tbw: float | None = shared.disk_tbw()
+    frozen: str = option(
+        "where the frozen weights below adapters are; disk: in the directories of --disk",
+        Kind("memory|disk[:DIR,...]", _frozen, is_place=True),
+        "memory",
+        is_free=True,
+    )
     seed: int = option("seed of the weights and of the order of the data", _SEED, "0")
     devices: str | None = option(shared.ON_DEVICES, DEVICES, shown="all GPUs, else cpu:2")
     output: Path | None = option(
@@ -312,6 +325,7 @@ class FineTuning(AdapterOptions):
                 f"--master {self.master} keeps fp32 masters in halves, but --optim-dtype is {self.optim_dtype}"
             )
         shared.check_master(self.master, self.disk)
+        shared.check_frozen(self.frozen, self.disk, is_adapted=self.is_adapted)
         if self.compute == "fp8" and self.dtype not in (None, "bfloat16"):
             raise Refused(f"--compute fp8 is for models in bfloat16, but --dtype is {self.dtype}")
         if self.step_in_backward and not self.sync:

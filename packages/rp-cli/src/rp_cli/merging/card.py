@@ -85,7 +85,9 @@ def _options(recipe: Mapping[str, Any]) -> list[str]:
 
 
 def _place(value: Any) -> Any:
-    """Return the last part of a path: the others are of a machine."""
+    """Return the last part of a path, or of those after ``disk:``: the others are of a machine."""
+    if isinstance(value, str) and value.startswith("disk:"):
+        return f"disk:{','.join(Path(one).name for one in value.removeprefix('disk:').split(','))}"
     return [_place(one) for one in cast("list[Any]", value)] if isinstance(value, list) else Path(str(value)).name
 
 

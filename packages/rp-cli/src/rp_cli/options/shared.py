@@ -61,6 +61,17 @@ def check_master(master: str, disk: object) -> None:
         raise Refused("--master disk keeps halves of masters on a disk: name it with --disk")
 
 
+def check_frozen(frozen: str, disk: object, *, is_adapted: bool) -> None:
+    """Raise `Refused` for frozen weights on a disk that nothing names, or where there are none.
+
+    `frozen`, `disk`: the values of ``--frozen`` and ``--disk``.
+    """
+    if frozen == "disk" and disk is None:
+        raise Refused("--frozen disk keeps frozen weights on a disk: name it with --disk")
+    if frozen != "memory" and not is_adapted:
+        raise Refused(f"--frozen {frozen} needs --lora: without adapters no weights are frozen")
+
+
 def disk_tbw(disk: str = "disk") -> Any:
     """Declare ``--disk-tbw``. `disk`: the field of ``--disk``."""
     words = "10^12 bytes that may be written in the life of --disk, as its data sheet says"
