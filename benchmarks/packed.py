@@ -10,6 +10,8 @@ layer after another on the device that computes, so the host never holds more th
     nf4 ...       roundpipe on weights packed so
     bitsandbytes  its NF4 on the GPU, with gradient checkpointing; where bitsandbytes is installed
 
+With `--frozen disk:DIR` the frozen weights are read from disk for each upload; `disk_gb_s` is the disk's rate.
+
 All train PEFT's LoRA on all linear layers or, with `--attention`, on those of attention alone, bf16 adapters with
 fp32 masters, AdamW, one sequence a microbatch unless `--microbatches` says otherwise.
 Lines are printed as results come: ``built``, then one ``trained`` for each batch. `tokens_per_s`: from the median
@@ -110,6 +112,9 @@ def _run(engine: str, args: argparse.Namespace) -> None:
     trained = ENGINES[engine](model, args)
     parameters = sum(one.numel() for one in model.parameters())
     what = {"parameters": parameters, "seconds": _rounded(time.perf_counter() - began), **trained.memory()}
+    if args.frozen != "memory":
+        rates = roundpipe.optim.disk_rates(args.frozen.removeprefix("disk:").split(","), seconds=2)
+        what["disk_gb_s"] = _rounded(rates.read_gb_s)
     what |= {"device": torch.cuda.get_device_name() if is_cuda else args.devices, "torch": torch.__version__}
     _tell(engine, "built", {**vars(args), **what})
     for batch in args.batches:
@@ -223,6 +228,7 @@ def on_roundpipe(model: nn.Module, args: argparse.Namespace) -> Trained:
         optim_dtype=torch.float32,
         compile_layers=args.compile,
         compute=args.compute,
+        frozen=args.frozen,
     ).train()
     optimizer = roundpipe.optim.AdamW(wrapped.optim_parameters(), lr=1e-4)
 
@@ -373,6 +379,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=None, help="of each batch; not with bitsandbytes")
     parser.add_argument("--launch", choices=["eager", "graphs"], default="eager", help="not with bitsandbytes")
     parser.add_argument("--compute", choices=["bf16", "fp8"], default="bf16", help="not with bitsandbytes")
+    parser.add_argument("--frozen", default="memory", help="or disk:DIR[,DIR...]; not with bitsandbytes")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     parser.add_argument("--attention", action="store_true", help="adapters on attention alone")
     parser.add_argument("--compile", action="store_true", help="compile layers; not with bitsandbytes")
