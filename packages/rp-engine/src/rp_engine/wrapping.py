@@ -11,7 +11,7 @@ from rp_engine.device.lazy_hooks import register_lazy_hooks
 from rp_engine.device.recompute import prepares
 from rp_engine.device.replica import has_hooks, hooks_of, named_modules
 from rp_engine.device.whole_process.forward_mode import is_in_level
-from rp_engine.engine.aside import aside
+from rp_engine.engine.beside.aside import aside
 from rp_engine.execution.call import View
 from rp_engine.execution.effects.written import unwritten
 from rp_engine.execution.losses import check_losses

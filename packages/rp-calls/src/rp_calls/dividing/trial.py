@@ -147,7 +147,7 @@ class Trial:
         arrivals = Arrivals(self.runtime.backend, self.arguments)
         config = replace(self.config, merge_output=None, output_device=None)
         with self._without_autocast() if self.widening is not None else nullcontext():
-            return self.engine.forward_aside(self.address(parts), arrivals, config, self.view, self.widening)
+            return self.engine.aside.forward(self.address(parts), arrivals, config, self.view, self.widening)
 
     def tolerance(self, whole: torch.Tensor) -> float:
         """Return how far parts may be from a tensor of the whole."""

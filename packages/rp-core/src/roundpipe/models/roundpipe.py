@@ -225,7 +225,7 @@ class RoundPipe(RoundPipeBase):
         arrivals = Arrivals(self.runtime.backend, (args, kwargs))
         divided = WithCaches(cast("Row", self.model), count, config.split_input)
         parts = divided.split(args, kwargs)
-        outputs = self._engine.forward_with_state(parts, arrivals, config)
+        outputs = self._engine.aside.forward_with_state(parts, arrivals, config)
         return placed(divided.merge(outputs, parts, kwargs), config)
 
     def _passed_on(self, name: str, found: Any) -> Any:
@@ -236,7 +236,7 @@ class RoundPipe(RoundPipeBase):
     def _generate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run `generate` of the user's own model on the devices, with the results of all steps so far."""
         self.synchronize()
-        device = self._engine.state_device
+        device = self._engine.aside.state_device
         given = given_config("roundpipe_run_config", kwargs.pop("roundpipe_run_config", None))
         count = num_microbatches_of_state(given)
         config = replace(given, output_device=device, num_microbatch=count)
@@ -245,8 +245,8 @@ class RoundPipe(RoundPipeBase):
         self._own("_under_way", "generate")
         try:
             # Each token has keys of another length, which layers would be compiled for anew.
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"), self._engine.keeping_weights():
-                row, make_room = cast("Row", self.model), self._engine.make_room
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"), self._engine.aside.keeping_weights():
+                row, make_room = cast("Row", self.model), self._engine.aside.make_room
                 dividing = partial(WithCaches, row, count, None)
                 return generated(model, forward, device, row, dividing, make_room, args, kwargs)
         finally:

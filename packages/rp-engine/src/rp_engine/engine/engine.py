@@ -15,15 +15,15 @@ from rp_telemetry.tracing import in_call
 from torch import nn
 
 from rp_engine.device.compiling import options_of
-from rp_engine.device.memory.kept_weights import Kept, NoneKept, keeping
 from rp_engine.device.packet import Packet
 from rp_engine.device.whole_process.forward_mode import take_turns_in_levels
+from rp_engine.engine.beside.calls_aside import CallsAside
 from rp_engine.engine.runs import Runs, warn_of_shortages
 from rp_engine.engine.step_during import StepDuring
 from rp_engine.errors import RoundPipeError, in_words
 from rp_engine.execution.autograd import Gradients, connect
 from rp_engine.execution.batch import Batch
-from rp_engine.execution.call import Aside, LossFn, Streams, View
+from rp_engine.execution.call import LossFn, Streams
 from rp_engine.execution.losses import Losses, sum_losses
 from rp_engine.execution.packed_data import Arrivals, RoundPipePackedData
 from rp_engine.execution.run import Run
@@ -31,10 +31,8 @@ from rp_engine.peers.alone import ALONE
 from rp_engine.peers.call import CallShare, Numbers
 from rp_engine.peers.peers import Peers
 from rp_engine.planning.call_log import CallTime
-from rp_engine.runtime.launcher import wait_until
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.settings.run_config import RoundPipeRunConfig
-from rp_engine.widening import Widening
 
 _Result = TypeVar("_Result")
 
@@ -42,8 +40,8 @@ _Result = TypeVar("_Result")
 class Engine:
     """Launches one model's calls, in the order in which they are made.
 
-    `host`: the model's state on the host. `is_compiled`: whether its layers are compiled, with these arguments of
-    `torch.compile` if there are any.
+    `host`: the model's state on the host. `aside`: its calls beside training. `is_compiled`: whether its layers
+    are compiled, with these arguments of `torch.compile` if there are any.
 
     Raises `TypeError` for a `compile_layers` that is neither a bool nor a dict.
     """
@@ -63,7 +61,7 @@ class Engine:
         self._runtime = runtime
         self.is_compiled = compile_options is not None
         self._runs = Runs(name, modules, runtime, options or HostOptions(), compile_options)
-        self._kept: tuple[Kept, ...] = (NoneKept(),) * len(runtime.lanes)
+        self.aside = CallsAside(name, runtime, self._runs)
         self.host = self._runs.host
         self.planner = self._runs.planner
 
@@ -248,80 +246,6 @@ class Engine:
         except BaseException as error:
             self.host.state.health.note_incomplete(run.number, in_words(error))
             raise
-
-    def forward_aside(
-        self,
-        parts: rp_batch.Parts[Any],
-        arrivals: Arrivals,
-        config: RoundPipeRunConfig,
-        view: View | None,
-        widening: Widening | None = None,
-    ) -> list[Any]:
-        """Return the outputs of all microbatches, or what `view` makes of them; call it inside `engine.aside`.
-
-        `widening`: makes layers of 16-bit weights compute in fp32.
-        """
-        launch = partial(self._aside, Batch.of(parts, arrivals, wants_grad=False), config, Aside(view, widening))
-        return [packet.tree() for packet in self._runtime.launch(launch)]
-
-    @contextmanager
-    def keeping_weights(self) -> Generator[None]:
-        """Let weights stay on their device from one `forward_with_state` to the next, as far as they find room.
-
-        What those calls and their caller leave on the device comes first.
-        """
-        before = self._kept
-        layers = self.host.state.layers
-        with keeping(self._runtime, [[layers[i] for i in home] for home in self.planner.homes()]) as self._kept:
-            try:
-                yield
-            finally:
-                self._kept = before
-
-    def make_room(self, state: float, work: float = 1.0) -> None:
-        """Let kept weights go before the caller makes state larger than the latest `forward_with_state` left it.
-
-        `state`: how many times as large all of it becomes. `work`: by how much more its layers work in the next
-        call.
-        """
-        for lane, kept in zip(self._runtime.lanes, self._kept, strict=True):
-            outcome = lane.do(partial(kept.make_room, state, work))
-            wait_until(outcome.wait)
-            outcome.result()
-
-    @property
-    def state_device(self) -> torch.device:
-        """The device of the last layer in `forward_with_state`."""
-        _, last = max((home[-1], device) for device, home in enumerate(self.planner.homes()) if home)
-        return self._runtime.lanes[last].device.torch_device
-
-    def forward_with_state(
-        self, parts: rp_batch.Parts[Any], arrivals: Arrivals, config: RoundPipeRunConfig
-    ) -> list[Any]:
-        """Return the outputs of a forward without gradients, whose layers write state that the arguments hold.
-
-        Such as a key-value cache, one a microbatch. Each layer runs on the same device in all such calls, so that
-        it finds there what it has left. Outputs that are wanted on the last layer's device do not leave it.
-        """
-        for lane in self._runtime.lanes:
-            # What the caller has made of the state there, on streams of its own.
-            if (device := lane.device.torch_device).type != "cpu":
-                torch.accelerator.current_stream(device).synchronize()
-        batch = Batch.of(parts, arrivals, wants_grad=False)
-        aside = Aside(holds_state=True, kept=self._kept, stays=config.output_device == self.state_device)
-        return [packet.tree() for packet in self._runtime.launch(partial(self._aside, batch, config, aside))]
-
-    def _aside(self, batch: Batch, config: RoundPipeRunConfig, aside: Aside) -> list[Packet]:
-        with in_call("forward" if aside.holds_state else "trial", self._name):
-            self.host.get_ready(training=False)
-            run = self._runs.start_aside(batch, config, aside)
-            outputs = run.outputs(wait=True)
-            self._runs.settle_draws(run)
-            if aside.holds_state:
-                # The next call's tasks depend on the weights that stay. And nobody holds the state for this one.
-                run.wait()
-                self.host.raise_late_errors()
-            return outputs
 
     def forward_backward(
         self,
