@@ -12,6 +12,8 @@ from roundpipe import Fp8, RoundPipe, RoundPipeRunConfig, Runtime, pack_frozen, 
 from roundpipe.optim import SGD
 from rp_packing import Fp8Linear, PackedTwin
 from rp_packing.products.linear import linear
+from rp_packing.products.scaled import product
+from rp_packing.rows import DTYPES, Kind, cast_rows
 from rp_sched import Plan
 from torch import nn
 
@@ -218,3 +220,50 @@ def test_compiled_layers_multiply_so() -> None:
     found = trained("cpu:2", compute="fp8", compile_layers=True)
     assert found[0] == pytest.approx(losses, rel=0.02)
     assert apart(found[1], masters) < 0.01
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compute": Fp8(inputs="e5m2", weights="e5m2")},
+        {"compute": Fp8(weights="bf16", fast_sums=True)},
+        {"launch": "graphs"},
+        {"compile_layers": {}},
+        {"change": adapt},
+        {"change": pack_rows},
+    ],
+    ids=str,
+)
+def test_gpus_multiply_as_their_emulation_does(options: dict[str, Any]) -> None:
+    how = {"compute": "fp8", **options}
+
+    emulated = {name: value for name, value in how.items() if name != "compile_layers"}
+
+    losses, weights = trained("cuda:0", **how)
+    expected, theirs = trained("cpu:1", **emulated)
+    _, first = trained("cpu:1", steps=0, **emulated)
+
+    assert losses == pytest.approx(expected, rel=2e-2)
+    moved, wanted = (
+        torch.cat([(a - b).flatten() for a, b in zip(each, first, strict=True)]) for each in (weights, theirs)
+    )
+    assert (moved - wanted).norm() <= 0.15 * wanted.norm()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
+def test_gpus_have_the_codes_and_products_of_the_emulation(kind: Kind) -> None:
+    torch.manual_seed(0)
+    left, right = (torch.randn(64, 96).bfloat16() * 2.0 ** torch.randint(-9, 9, (64, 1)) for _ in range(2))
+
+    here = [cast_rows(one, DTYPES[kind]) for one in (left, right)]
+    there = [cast_rows(one.cuda(), DTYPES[kind]) for one in (left, right)]
+
+    for one, other in zip(here, there, strict=True):
+        assert torch.equal(one.codes.view(torch.uint8), other.codes.cpu().view(torch.uint8))
+        assert torch.equal(one.scales, other.scales.cpu())
+    if kind == "e4m3":
+        expected, found = product(*here, torch.bfloat16), product(*there, torch.bfloat16).cpu()
+        assert (found.float() - expected.float()).norm() < 1e-2 * expected.float().norm()

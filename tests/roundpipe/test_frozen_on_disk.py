@@ -351,3 +351,16 @@ def test_what_cannot_be_a_place_is_refused(tmp_path: Path) -> None:
         }.items():
             with pytest.raises((ValueError, DiskError), match=words):
                 Plain(runtime, frozen=frozen)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("pack", [None, "nf4"])
+def test_gpus_read_frozen_weights_from_disk(pack: str | None, plan: str, tmp_path: Path) -> None:
+    found = []
+    for how in ({}, {"frozen": on_disk(tmp_path)}):
+        with Runtime("cuda:0") as runtime:
+            training = Training(adapted(pack=pack), runtime, plan=PLANS[plan], **how)
+            found.append(training.train(0, 3) | training.read())
+
+    assert equal(*found)
