@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from roundpipe import AutoRoundPipe, RoundPipe, Runtime, WrapOptions, wrap_model_to_roundpipe
 from torch import nn
+
+if TYPE_CHECKING:
+    from rp_serving import VllmServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,7 @@ class RoundPipeOptions(WrapOptions):
             weights.
         pin_model, compile_layers, double_buffer, master, frozen, compute, example_inputs, adapter_dtype: see
             `roundpipe.wrap_model_to_roundpipe`.
+        server: generates the text of TRL's GRPO and RLOO; it gets the policy's weights before each generation.
         step_in_backward: the optimizer steps each layer during the call as soon as its gradients have arrived, and
             the next layer's gradients reuse their memory. It needs a trainer with the model's own loss,
             ``adamw_torch``, ``sgd`` or an optimizer of `roundpipe.optim`, and ``max_grad_norm=0``.
@@ -39,6 +43,7 @@ class RoundPipeOptions(WrapOptions):
     asynchronous: bool = False
     example_inputs: Mapping[str, Any] | None = field(default=None, kw_only=True)
     adapter_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    server: VllmServer | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         # By name: the class that slots are added to is another one than `super()` would find here.

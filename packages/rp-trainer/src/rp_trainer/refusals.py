@@ -13,7 +13,8 @@ _OWN = "omit it: RoundPipe places the model itself, and streams it to all GPUs o
 _DTYPES = "load the model in bfloat16 (dtype=torch.bfloat16), or set bf16=True"
 _INSTEAD = "or omit step_in_backward"
 _SERVER = (
-    "the server would be sent weights that the engine has not published; omit it, and generate on the devices"
+    "the server would be sent weights that the engine has not published; omit it, and generate on the devices, or "
+    "set RoundPipeOptions(server=rp_serving.VllmServer(...))"
 )
 _TEACHER = "no test compares losses on a server's log-probabilities with those of the unchanged trainer"
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd")

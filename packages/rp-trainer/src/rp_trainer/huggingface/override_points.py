@@ -38,13 +38,14 @@ _GENERATING = {
     "_generate_and_score_completions": "(self, inputs)",
     "_prepare_inputs": "(self, generation_batch)",
 }
+_TURN = "self, prompt_ids, images, multimodal_fields"
 TRL: Mapping[str, Mapping[str, str]] = {
     "SFTTrainer": _LOSS,
     "DPOTrainer": _LOSS,
     "KTOTrainer": _LOSS,
     "RewardTrainer": _LOSS,
-    "GRPOTrainer": _GENERATING,
-    "RLOOTrainer": _GENERATING,
+    "GRPOTrainer": {**_GENERATING, "_generate_single_turn": f"({_TURN}, num_generations, has_tool_images)"},
+    "RLOOTrainer": {**_GENERATING, "_generate_single_turn": f"({_TURN})"},
 }
 
 

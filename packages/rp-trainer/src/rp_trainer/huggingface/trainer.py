@@ -21,6 +21,7 @@ from rp_trainer.huggingface.fused_head import bind_fused_head, refuse_wrapped
 from rp_trainer.huggingface.host_arguments import bound, stay_on_host
 from rp_trainer.huggingface.passing_by import refuse_generating, refuse_models
 from rp_trainer.huggingface.phases import Phases, TimedPhases
+from rp_trainer.huggingface.served import ServedText
 from rp_trainer.on_devices import OnDevices
 from rp_trainer.one_call import loss_of_step
 from rp_trainer.optimizer import SteppedByEngine
@@ -45,7 +46,7 @@ _ON_HOST = {
 }
 
 
-class RoundPipeMixin(TimedPhases, _Base):
+class RoundPipeMixin(TimedPhases, ServedText, _Base):
     """Makes a trainer whose loss comes from its model run on RoundPipe. Put it before the trainer's class.
 
     ::
@@ -91,6 +92,8 @@ class RoundPipeMixin(TimedPhases, _Base):
         self._wrapped()
         self._refuse_in_backward()
         self._wrap_frozen()
+        if self._options.server is not None:
+            self._serve(self._options.server, self._wrapped())
         self.add_callback(self._phases)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -364,6 +367,8 @@ class RoundPipeMixin(TimedPhases, _Base):
             # Without one, Trainer raises the error.
             resume_from_checkpoint = saved.newest(str(self.args.output_dir)) or True
         self._step_batches = None
+        if self._served is not None:
+            self._served.sender.forget()
         with self._collections:
             return super().train(resume_from_checkpoint, *args, **kwargs)
 

@@ -1,0 +1,1 @@
+"""How weights go from the trainer to the processes of a server."""

@@ -1,0 +1,1 @@
+"""Which tensors a server takes of a model."""
