@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import trl
 from datasets import Dataset
+from rp_serving import VllmServer
 from rp_trainer import RoundPipeMixin, RoundPipeOptions
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -67,6 +68,9 @@ def main(words: list[str]) -> list[float]:
     parser.add_argument("--model", default="Qwen3-4B", help="the folder of a checkpoint")
     parser.add_argument("--data", help="a JSONL file; default: sums that make seven")
     parser.add_argument("--output", default="rewarded")
+    parser.add_argument(
+        "--server", type=VllmServer, help="a vLLM server that generates, such as http://127.0.0.1:8000"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model with random weights")
     arguments = parser.parse_args(words)
     model, tokenizer = load(arguments)
@@ -85,7 +89,7 @@ def main(words: list[str]) -> list[float]:
         reward_funcs=right,
         train_dataset=rows(arguments.data),
         processing_class=tokenizer,
-        roundpipe=RoundPipeOptions(compile_layers=not arguments.tiny),
+        roundpipe=RoundPipeOptions(compile_layers=not arguments.tiny, server=arguments.server),
     )
     trainer.train()
     trainer.save_model(arguments.output)

@@ -1,8 +1,8 @@
 """A server that stands for vLLM's in tests: its HTTP interface, weights over gloo, and faults that are ordered.
 
-`TextServer` starts it as a process: ``python text_server.py [CONFIG]`` says its port on one line, then takes orders, a line of JSON each, and answers each with
-one line. CONFIG: JSON of a Qwen3 model that generates with the weights that came; without it, every completion is
-made of the prompt alone.
+`TextServer` starts it as a process: ``python text_server.py [CONFIG]`` says its port on one line, then takes
+orders, a line of JSON each, and answers each with one line. CONFIG: JSON of a Qwen3 model that generates with the
+weights that came; without it, every completion is made of the prompt alone.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def server_info(self, *_: Any) -> Any:
         facts = {"instance_id": f"start-{self.state.starts}", "weight_transfer_config": {"backend": "nccl"}}
-        model = {"dtype": "torch.float32", "hf_config": "Config {\n  \"vocab_size\": 48\n}"}
+        model = {"dtype": "torch.float32", "hf_config": 'Config {\n  "vocab_size": 48\n}'}
         model |= {"logprobs_mode": "processed_logprobs", **self.state.facts.get("model_config", {})}
         return {"vllm_config": {**facts, **self.state.facts.get("vllm_config", {}), "model_config": model}}
 

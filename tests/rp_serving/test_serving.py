@@ -110,7 +110,9 @@ def test_weights_are_sent_once_a_version_between_start_and_finish(server):
     for version in (1, 1, 2):
         one.generate([[3, 4]], WARM, version)
 
-    told = [path for path in server.paths() if path not in ("/health", "/v1/models", "/get_world_size", "/server_info")]
+    told = [
+        path for path in server.paths() if path not in ("/health", "/v1/models", "/get_world_size", "/server_info")
+    ]
     update = ["/start_weight_update", *["/update_weights"] * 5, "/finish_weight_update", "/reset_prefix_cache"]
     ask = ["/v1/completions"]
     assert told == ["/init_weight_transfer_engine", *update, *ask, *ask, *update, *ask]
@@ -136,7 +138,10 @@ def test_adapters_are_merged_into_copies_in_fp32_and_rounded_once(kind, server):
     assert torch.equal(found["lm_head.weight"], base.lm_head.modules_to_save["default"].weight)
     q = layer.q_proj
     whole = q.base_layer.weight.expanded() if kind == "packed" else q.base_layer.weight.detach()
-    wanted = whole.float() + q.scaling["default"] * q.lora_B["default"].weight.float() @ q.lora_A["default"].weight.float()
+    wanted = (
+        whole.float()
+        + q.scaling["default"] * q.lora_B["default"].weight.float() @ q.lora_A["default"].weight.float()
+    )
     if kind == "dora":
         size = q.lora_magnitude_vector["default"].weight.float()
         wanted = wanted * (size / wanted.norm(dim=1))[:, None]
@@ -146,11 +151,13 @@ def test_adapters_are_merged_into_copies_in_fp32_and_rounded_once(kind, server):
     if kind == "lora":
         assert torch.equal(found["model.layers.1.self_attn.q_proj.weight"], wanted.to(torch.bfloat16))
     after = model.state_dict()
-    assert all(torch.equal(after[name], value) for name, value in before.items() if isinstance(value, torch.Tensor))
+    assert all(
+        torch.equal(after[name], value) for name, value in before.items() if isinstance(value, torch.Tensor)
+    )
 
 
 def test_models_that_a_server_cannot_hold_are_refused():
-    with pytest.raises(ValueError, match="tied to lm_head.weight"):
+    with pytest.raises(ValueError, match=r"tied to lm_head\.weight"):
         ModelWeights(adapted(dense(tie_word_embeddings=True), target_modules=["embed_tokens"]))
     with pytest.raises(ValueError, match="a Linear"):
         ModelWeights(nn.Linear(2, 2))
@@ -314,5 +321,5 @@ def test_a_server_that_does_not_say_who_it_is_gets_weights_for_each_generation(s
 def test_a_refusal_has_the_servers_own_words(server):
     vllm = VllmServer(server.url)
 
-    with pytest.raises(ServerRefused, match="status 500: .*weight transfer not initialized"):
+    with pytest.raises(ServerRefused, match=r"status 500: .*weight transfer not initialized"):
         vllm.receive([], {})

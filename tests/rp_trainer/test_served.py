@@ -48,7 +48,7 @@ class ByItself:
 
     state: Any
 
-    def _generate_single_turn(self, prompt_ids: Any, images: Any, fields: Any, *args: Any) -> Any:
+    def _generate_single_turn(self, prompt_ids: Any, _images: Any, _fields: Any, *args: Any) -> Any:
         own: Any = self
         self.use_vllm = True
         seed = (own.args.seed + self.state.global_step) * 1009
@@ -122,7 +122,7 @@ class Killing(TrainerCallback):
     def __init__(self, server: TextServer) -> None:
         self.server = server
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         self.server.order(faults={"/v1/completions": "die"})
 
 

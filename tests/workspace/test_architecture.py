@@ -38,6 +38,7 @@ def layers(module: str) -> list[list[str]]:
         ("rp-checkpoint", "rp_checkpoint"),
         ("rp-engine", "rp_engine"),
         ("rp-machines", "rp_machines"),
+        ("rp-serving", "rp_serving"),
         ("rp-stand-in", "rp_stand_in"),
         ("rp-recompute", "rp_recompute"),
         ("rp-state", "rp_state"),

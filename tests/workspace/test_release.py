@@ -108,6 +108,7 @@ def test_a_package_is_released_after_what_it_needs(clone):
         "rp-generate",
         "rp-machines",
         "rp-stand-in",
+        "rp-serving",
         "rp-core",
         "rp-trainer",
         "rp-strangers",

@@ -48,6 +48,7 @@ def test_these_are_the_members() -> None:
         "rp-presets",
         "rp-recompute",
         "rp-sched",
+        "rp-serving",
         "rp-stand-in",
         "rp-state",
         "rp-strangers",
@@ -80,6 +81,7 @@ def test_members_ask_for_those_siblings_alone_that_they_import(member: Path) -> 
         "rp-generate": {"rp-batch"},
         "rp-machines": {"rp-batch", "rp-dist", "rp-engine", "rp-optim", "rp-transfer"},
         "rp-checkpoint": {"rp-engine", "rp-errors", "rp-optim", "rp-packing", "rp-sched"},
+        "rp-serving": {"rp-errors", "rp-packing", "rp-presets"},
         "rp-stand-in": {"rp-checkpoint", "rp-engine", "rp-errors"},
         # rp-machines by its entry point; rp-presets by an extra, too.
         "rp-core": {
@@ -87,7 +89,16 @@ def test_members_ask_for_those_siblings_alone_that_they_import(member: Path) -> 
             *("rp-engine", "rp-errors", "rp-calls", "rp-checkpoint", "rp-generate", "rp-machines", "rp-presets"),
             "rp-stand-in",
         },
-        "rp-trainer": {"rp-batch", "rp-checkpoint", "rp-core", "rp-dist", "rp-engine", "rp-optim", "rp-transfer"},
+        "rp-trainer": {
+            "rp-batch",
+            "rp-checkpoint",
+            "rp-core",
+            "rp-dist",
+            "rp-engine",
+            "rp-optim",
+            "rp-serving",
+            "rp-transfer",
+        },
         "rp-strangers": {"rp-presets", "rp-trainer"},
         "rp-data": {"rp-presets", "rp-strangers", "rp-trainer"},
         "rp-cli": {

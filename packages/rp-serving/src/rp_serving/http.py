@@ -119,8 +119,8 @@ def _parsed(what: str, data: bytes) -> Any:
 def bad(what: str, wanted: str, found: object) -> ServerError:
     """Return the error of an answer that is not as it should be."""
     return BadAnswer(
-        f"{what} must answer with {wanted}, but answered {_words(found)}; see whether a vLLM server is there, of a "
-        "version that docs/trainer.md names"
+        f"{what} must answer with {wanted}, but answered {_words(found)}; see whether a vLLM server "
+        "is there, of a version that docs/trainer.md names"
     )
 
 

@@ -1,4 +1,4 @@
-"""Work on threads of its own that nobody need wait for: a request without an answer must not keep a process alive."""
+"""Work on threads that nobody need wait for: a request without an answer must not keep a process alive."""
 
 from __future__ import annotations
 

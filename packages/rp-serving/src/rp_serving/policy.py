@@ -98,8 +98,10 @@ class ServedPolicy:
     def generate(self, prompts: Sequence[list[int]], sampling: Sampling, version: object) -> list[Completion]:
         """Complete each prompt with the weights that the model has now; equal neighbours in one request.
 
-        `version`: see `WeightSender.bring`. Raises errors of `rp_serving.errors`, also where the server was started
-        again meanwhile: no completions of other weights are returned.
+        `version`: see `WeightSender.bring`. Completions of a server that was started again meanwhile are not
+        returned, but made again.
+
+        Raises errors of `rp_serving.errors`.
         """
         with self._ready(version):
             for is_last in (False, True):
@@ -110,8 +112,8 @@ class ServedPolicy:
                     break
                 self._bring(version)
         raise TransferFailed(
-            f"{self._server} was started again while it generated, and so was it when it had its weights again; see "
-            "its log, and resume the training from its last checkpoint"
+            f"{self._server} was started again while it generated, and once more when it had its weights again; "
+            "see its log, and resume the training from its last checkpoint"
         )
 
     @contextmanager

@@ -19,6 +19,7 @@ from rp_serving.weights.model import ModelWeights, Piece
 _LOG = logging.getLogger(__name__)
 # How long the server's own words are waited for when the connection for weights breaks.
 _WORDS_S = 2.0
+_NCCL = '\'{"backend": "nccl"}\''
 
 
 class WeightSender:
@@ -44,14 +45,12 @@ class WeightSender:
         """Ask who the server is. Raises `UnfitServer`, if it cannot take the weights, and as the server does."""
         facts = self._server.facts()
         if not facts.takes_weights:
-            raise UnfitServer(
-                f"{self._server} takes no weights; start it with --weight-transfer-config '{{\"backend\": \"nccl\"}}'"
-            )
+            raise UnfitServer(f"{self._server} takes no weights; start it with --weight-transfer-config {_NCCL}")
         own = self._weights.vocabulary
         if None not in (own, facts.vocabulary) and own != facts.vocabulary:
             raise UnfitServer(
-                f"{self._server} has a model of {facts.vocabulary} tokens, but the policy has {own}; start the server "
-                "with the checkpoint that the training began with"
+                f"{self._server} has a model of {facts.vocabulary} tokens, but the policy has {own}; start the "
+                "server with the checkpoint that the training began with"
             )
         return facts
 
@@ -123,9 +122,9 @@ class WeightSender:
 
     def _both(self, answer: Callable[[], None], move: Callable[[], None], words: str) -> Callable[[], None]:
         """Begin a request and what the server does meanwhile; return what waits for both, for a limited time."""
-        futures = [begin(answer), begin(move)]
+        answered, moved = begin(answer), begin(move)
         deadline = time.monotonic() + self._server.limit_s
-        return lambda: self._end(*futures, deadline, words)
+        return lambda: self._end(answered, moved, deadline, words)
 
     def _end(self, answer: Future[None], moved: Future[None], deadline: float, words: str) -> None:
         both = [answer, moved]
@@ -138,8 +137,8 @@ class WeightSender:
                 raise _as_server_error(error, f"{self._server}: {words} failed")
         if late:
             raise ServerTimeout(
-                f"{self._server}: {words} did not end within {self._server.limit_s:.3g} s, though the server still "
-                "answers; see its log, whether it reaches this machine, and whether limit_s is enough"
+                f"{self._server}: {words} did not end within {self._server.limit_s:.3g} s, though the server "
+                "still answers; see its log, whether it reaches this machine, and whether limit_s is enough"
             )
 
     def _give_up(self) -> None:

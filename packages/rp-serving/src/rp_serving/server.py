@@ -93,7 +93,9 @@ class GenerationServer(Protocol):
         """Ask who the server is."""
         ...
 
-    def generate(self, prompts: Sequence[list[int]], counts: Sequence[int], sampling: Sampling) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[list[int]], counts: Sequence[int], sampling: Sampling
+    ) -> list[Completion]:
         """Complete each of these prompts as often as `counts` says; one prompt's completions after another's."""
         ...
 

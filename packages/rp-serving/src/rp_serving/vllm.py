@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -18,7 +20,7 @@ from rp_serving.server import Completion, Outline, Sampling, ServerFacts
 from rp_serving.transports.transport import WeightTransport
 
 _STARTED = (
-    "start it as VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{\"backend\": \"nccl\"}' "
+    'start it as VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config \'{"backend": "nccl"}\' '
     "--logprobs-mode processed_logprobs"
 )
 _INFO = "/server_info"
@@ -65,7 +67,11 @@ class VllmServer:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url must be like 'http://127.0.0.1:8000', but is {url!r}")
-        for name, value in (("limit_s", limit_s), ("generation_limit_s", generation_limit_s), ("at_once", at_once)):
+        for name, value in (
+            ("limit_s", limit_s),
+            ("generation_limit_s", generation_limit_s),
+            ("at_once", at_once),
+        ):
             if not value > 0:
                 raise ValueError(f"{name} must be more than 0, but is {value!r}")
         self.host: str = parts.hostname
@@ -110,15 +116,16 @@ class VllmServer:
 
     # Text
 
-    def generate(self, prompts: Sequence[list[int]], counts: Sequence[int], sampling: Sampling) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[list[int]], counts: Sequence[int], sampling: Sampling
+    ) -> list[Completion]:
         """Complete each of these prompts as often as `counts` says, several prompts at a time."""
-        asked = [
-            (place, prompt, count) for place, (prompt, count) in enumerate(zip(prompts, counts, strict=True))
-        ]
-        found = each_of(asked, lambda one: self._completed(*one, sampling), self.at_once)
+        asked = list(zip(range(len(prompts)), prompts, counts, strict=True))
+        found = each_of(asked, partial(self._completed, sampling), self.at_once)
         return [completion for each in found for completion in each]
 
-    def _completed(self, place: int, prompt: list[int], count: int, sampling: Sampling) -> list[Completion]:
+    def _completed(self, sampling: Sampling, asked: tuple[int, list[int], int]) -> list[Completion]:
+        place, prompt, count = asked
         body: dict[str, Any] = {
             "model": self._model or self.facts().model,
             "prompt": prompt,
@@ -150,7 +157,7 @@ class VllmServer:
         places = [_at(choice, "index") for choice in choices]
         if sorted(places, key=str) != sorted(range(count), key=str):
             raise bad(what, f"choices with index 0 to {count - 1}", places)
-        for choice in sorted(choices, key=lambda one: one["index"]):
+        for choice in sorted(choices, key=itemgetter("index")):
             ids, log_probs = _at(choice, "token_ids"), _at(choice, "logprobs", "token_logprobs")
             if not _are(ids, int) or not ids:
                 raise bad(what, "token_ids, one or more numbers of tokens, in each choice", choice)
@@ -185,8 +192,8 @@ class VllmServer:
         """Drop the cache of prompts."""
         self._tell("/reset_prefix_cache")
 
-    def _tell(self, path: str, body: object = None, **params: str) -> None:
-        self._http.post(path, body, limit_s=self.limit_s, **params)
+    def _tell(self, path: str, body: object = None) -> None:
+        self._http.post(path, body, limit_s=self.limit_s)
 
     # Memory
 
@@ -200,11 +207,11 @@ class VllmServer:
 
     def sleep(self) -> None:
         """Give the device memory back. Level 2: the weights are not kept, since they are sent again."""
-        self._tell("/sleep", level="2")
+        self._http.post("/sleep", limit_s=self.limit_s, level="2")
 
     def wake(self, what: Literal["weights", "kv_cache"]) -> None:
         """Take device memory again."""
-        self._tell("/wake_up", tags=what)
+        self._http.post("/wake_up", limit_s=self.limit_s, tags=what)
 
 
 def _described(model: str, receivers: int, info: Any) -> ServerFacts:
@@ -217,8 +224,7 @@ def _described(model: str, receivers: int, info: Any) -> ServerFacts:
         instance=instance if isinstance(instance, str) and instance else None,
         dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
         vocabulary=_vocabulary(_at(settings, "hf_text_config")) or _vocabulary(_at(settings, "hf_config")),
-        takes_weights=not isinstance(config, dict)
-        or config.get("weight_transfer_config", "unknown") is not None,
+        takes_weights=not isinstance(config, dict) or config.get("weight_transfer_config", "unknown") is not None,
         logprobs_mode=_text(_at(settings, "logprobs_mode")),
     )
 

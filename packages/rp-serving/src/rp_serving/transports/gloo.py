@@ -19,7 +19,7 @@ _GLOO = cast(Any, dist.ProcessGroupGloo)
 class GlooTransport:
     """Broadcasts in a group of torch's gloo, which is apart from the process's own groups.
 
-    For servers of the user's own whose processes open the same group (see `receiving_group`); vLLM takes weights by
+    For servers of the user's own, whose processes open the same group by `group`; vLLM takes weights by
     `NcclTransport`. `address`, `port`: see `MeetingPlace`.
     """
 

@@ -1,4 +1,4 @@
-"""The weights of a model with adapters, as those of the model without: merged into copies, one module at a time."""
+"""The weights of a model with adapters as those of a model without: merged into copies, module by module."""
 
 # PEFT is known by the shape of its modules: it need not be installed.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -27,7 +27,8 @@ class Held:
 def base_of(model: nn.Module) -> nn.Module:
     """Return the model inside of a `PeftModel`; any other model as it is."""
     inside: Any = getattr(model, "get_base_model", None)
-    return inside() if callable(inside) and hasattr(model, "peft_config") else model
+    found: Any = inside() if callable(inside) and hasattr(model, "peft_config") else model
+    return found
 
 
 def held_by(base: nn.Module, prefix: str = "") -> Iterator[tuple[str, Held]]:
@@ -37,10 +38,12 @@ def held_by(base: nn.Module, prefix: str = "") -> Iterator[tuple[str, Held]]:
         for own, tensor in inner.named_parameters(remove_duplicate=False):
             yield prefix + own, Held(tensor, base, own)
         return
-    for own, tensor in (*base._parameters.items(), *base._buffers.items()):
-        if tensor is not None and own not in base._non_persistent_buffers_set:
+    tensors = (*base.named_parameters(recurse=False), *base.named_buffers(recurse=False))
+    for own, tensor in tensors:
+        if own not in base._non_persistent_buffers_set:  # pyright: ignore[reportPrivateUsage] - no public one
             yield prefix + own, Held(tensor)
-    for name, child in base._modules.items():
+    # Not `named_children`, which has a module that two names share only once.
+    for name, child in base._modules.items():  # pyright: ignore[reportPrivateUsage]
         if child is not None:
             yield from held_by(child, f"{prefix}{name}.")
 

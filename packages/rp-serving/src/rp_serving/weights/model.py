@@ -1,4 +1,4 @@
-"""`ModelWeights`: what a server takes of a model, in pieces of about a layer, under the names that transformers saves."""
+"""`ModelWeights`: what a server takes of a model, layer by layer, by the names that transformers saves."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Piece:
 class ModelWeights:
     """The weights of a model of transformers, with or without adapters of PEFT.
 
-    `pieces`: layer by layer; each tied weight once, forms converted as `save_pretrained` does, adapters merged into
-    copies in fp32 and rounded once, packed weights expanded. Whoever reads them sees to it that no step writes.
+    `pieces`: layer by layer; each tied weight once, forms converted as `save_pretrained` does, packed weights
+    expanded, adapters merged into copies in fp32 and rounded once. No step may write while they are read.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
@@ -80,9 +80,7 @@ class ModelWeights:
 
     def _converted(self, conversion: Conversion) -> Piece:
         def read() -> list[torch.Tensor]:
-            made = conversion.convert(
-                dict(zip(conversion.sources, self._read(conversion.sources), strict=True))
-            )
+            made = conversion.convert(dict(zip(conversion.sources, self._read(conversion.sources), strict=True)))
             return [made[name] for name in conversion.results]
 
         return Piece(tuple(_described(name, meta) for name, meta in conversion.results.items()), read)

@@ -24,8 +24,8 @@ class ServedText(_Base):
         """Generate with a server from now on. Raises `ValueError` for a trainer that generates in another way."""
         if not hasattr(super(), "_generate_single_turn") or getattr(self, "rollout_func", None) is not None:
             raise ValueError(
-                f"{type(self).__name__} does not ask for text in the way that RoundPipeOptions(server=...) answers: "
-                "TRL's GRPOTrainer and RLOOTrainer do, without a rollout_func"
+                f"{type(self).__name__} does not ask for text as RoundPipeOptions(server=...) answers: TRL's "
+                " GRPOTrainer and RLOOTrainer do, without a rollout_func"
             )
         engine, sending = policy.engine, partial(self._phases, "send")
         device = engine.runtime.lanes[0].device.torch_device
@@ -47,7 +47,9 @@ class ServedText(_Base):
 
     def _sampling(self, is_seeded: bool) -> Sampling:
         own: Any = self
-        alike = {name: getattr(own, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
+        alike: dict[str, Any] = {
+            name: getattr(own, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")
+        }
         seed = (own.args.seed + self.state.global_step) * 1009 if is_seeded else None
-        more = {"min_p": own.min_p or 0.0, "seed": seed, "more": own.args.generation_kwargs or {}}
+        more: dict[str, Any] = {"min_p": own.min_p or 0.0, "seed": seed, "more": own.args.generation_kwargs or {}}
         return Sampling(own.max_completion_length, **alike, **more)
