@@ -10,8 +10,6 @@
         ├── BadAnswer                 an answer that is not what the server's interface says
         ├── UnfitServer               a server that cannot take these weights, or cannot take any
         └── TransferFailed            the connection for weights broke
-
-The model, its optimizer and its checkpoints are as they were: a training goes on from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +18,10 @@ from rp_errors import RoundPipeError
 
 
 class ServerError(RoundPipeError):
-    """A server of text failed."""
+    """A server of text failed.
+
+    The model, its optimizer and its checkpoints are as they were: a training goes on from its last checkpoint.
+    """
 
 
 class ServerUnreachable(ServerError):
