@@ -32,6 +32,7 @@ FULL = RoundPipeRunConfig(
     merge_output=rp_batch.Concat(0),
     execute_plan=ModelExecutePlan([range(5)], [range(5)]),
     launch="graphs",
+    compute="fp8",
 )
 
 
@@ -42,13 +43,14 @@ def wrap(runtime: Runtime, layers: nn.Module | None = None, **kwargs: Any) -> Ro
 # Settings
 
 
-def test_the_ten_settings_have_their_names_order_and_no_defaults() -> None:
+def test_the_settings_have_their_names_order_and_no_defaults() -> None:
     names = "requires_grad output_device preserve_rng_state recompute_grain num_microbatch split_input split_label"
     assert [field.name for field in fields(RoundPipeRunConfig)] == [
         *names.split(),
         "merge_output",
         "execute_plan",
         "launch",
+        "compute",
     ]
     assert all(field.default is None for field in fields(RoundPipeRunConfig))
 
