@@ -74,6 +74,8 @@ class LayerRuns:
     ) -> None:
         self._place = place
         self._call = place.call
+        # Read once: the next lines of each layer and microbatch count.
+        self._widening = place.call.widening
         self._twins = place.twins
         self._device = place.lane.device
         self._abilities = place.backend.abilities
@@ -137,7 +139,9 @@ class LayerRuns:
             if run.recomputes
             else self._memory.first(layer, run.microbatch, also)
         )
-        with memory, NOTHING if (widening := self._call.widening) is None else self._widened(run, widening):
+        if self._widening is not None:
+            memory = _both(memory, self._widened(run, self._widening))
+        with memory:
             return self._watched(run) if run.facts.is_watched else run.output()
 
     @contextmanager
@@ -266,7 +270,7 @@ class LayerRuns:
         # A seed of its own: the recomputation skips `prepare` and must still draw the numbers of forward.
 
         def body() -> Any:
-            wide = NOTHING if (widening := self._call.widening) is None else self._widened(run, widening)
+            wide = NOTHING if self._widening is None else self._widened(run, self._widening)
             with wide, self._twins.expanded(layer):
                 return prepare(*args, **kwargs)
 
@@ -274,3 +278,9 @@ class LayerRuns:
         if self._weights.versions(buffers) != versions:
             raise TypeError("prepare wrote a buffer, but recomputation does not call it; write it in forward")
         return self._memory.keep_prepared(layer, run.microbatch, found)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Generator[None]:
+    with outer, inner:
+        yield
