@@ -151,6 +151,7 @@ def _frozen_json(answer: Foretold) -> dict[str, Any] | None:
         "is_measured": workload.how.frozen.is_measured,
         "read_bytes_a_step": None if planned is None else planned.read_bytes,
         "step_s": None if planned is None else planned.read_ms / 1e3,
+        "before_anything_runs_s": None if planned is None else planned.first_read_ms / 1e3,
         "hidden_from_batch": None if planned is None else _hiding_batch(answer, planned),
     }
 
@@ -332,17 +333,18 @@ def _frozen(answer: Foretold, planned: Planned) -> Iterator[str]:
         return
     times = planned.read_bytes / max(workload.frozen_bytes, 1)
     source = ", measured" if workload.how.frozen.is_measured else ""
-    hidden = f"hidden from about --batch {batch} on" if batch > answer.case.batch else "hidden"
+    later = f"hidden from about --batch {batch} on" if batch > answer.case.batch else "hidden"
+    shown = f", {later}" if planned.later_read_ms else ""
     yield (
         f"frozen weights  {_gb(workload.frozen_bytes)} on disk, read {times:.3g} times a step at "
-        f"{workload.how.frozen.read_gb_s:.3g} GB/s{source}: {_seconds(planned.read_ms)}, {hidden}; that wears "
-        "nothing"
+        f"{workload.how.frozen.read_gb_s:.3g} GB/s{source}: {_seconds(planned.read_ms)}, of which "
+        f"{_seconds(planned.first_read_ms)} before anything runs{shown}; that wears nothing"
     )
 
 
 def _hiding_batch(answer: Foretold, planned: Planned) -> int:
-    """Return the batch from which on a call takes longer than reading frozen weights does."""
-    return math.ceil(answer.case.batch * planned.read_ms / planned.machine_ms)
+    """Return the batch from which on computing takes longer than reading what may be read meanwhile."""
+    return math.ceil(answer.case.batch * planned.later_read_ms / planned.machine_ms)
 
 
 def _disk(answer: Foretold, planned: Planned) -> Iterator[str]:

@@ -76,7 +76,7 @@ class Planned:
     `tasks`: of one call. `traffic_bytes`: bytes that a machine sends in a step, and receives; `network_ms`: the
     time that this takes. `disk_ms`: the time in which a disk reads and writes the optimizer's state;
     `waits_for_disk`: whether nothing else is done meanwhile. `read_bytes`: frozen weights that are read from a
-    disk in a step; `read_ms`: the time that this takes, beside all else.
+    disk in a step; `read_ms`: the time that this takes; `first_read_ms`: of it, for each device's first task.
     """
 
     priced_plan: PricedPlan
@@ -92,16 +92,23 @@ class Planned:
     waits_for_disk: bool = False
     read_bytes: int = 0
     read_ms: float = 0.0
+    first_read_ms: float = 0.0
 
     @property
     def ms(self) -> float:
         """The time of a step: traffic overlaps with everything else, so the longer of both counts.
 
-        So does the disk of asynchronous steps; synchronous ones wait for it. Calls read frozen weights meanwhile.
+        So does the disk of asynchronous steps; synchronous ones wait for it. Tasks read frozen weights while those
+        before them run, but nothing runs before the first.
         """
         waited = self.disk_ms if self.waits_for_disk else 0.0
-        called = max(self.machine_ms, self.read_ms)
+        called = self.first_read_ms + max(self.machine_ms, self.later_read_ms)
         return max(called + waited, self.network_ms, self.all_disk_ms)
+
+    @property
+    def later_read_ms(self) -> float:
+        """The time to read what computing may hide."""
+        return self.read_ms - self.first_read_ms
 
     @property
     def all_disk_ms(self) -> float:
@@ -225,6 +232,9 @@ def _planned(count: int, search: Search, case: Case, *, settles: bool) -> Planne
     tasks = Assigner(devices).assign(priced)
     sequences = size_of(case.batch, count)
     traffic, read = case.workload.traffic_bytes(case.machines, tasks), case.workload.read_bytes(tasks)
+    # The last one that is noted for a device is its first.
+    first = {task.device: task for task in reversed(tasks)}
+    disk = case.workload.how.frozen
     return Planned(
         priced_plan=priced,
         microbatches=count,
@@ -238,7 +248,8 @@ def _planned(count: int, search: Search, case: Case, *, settles: bool) -> Planne
         disk_ms=case.workload.how.drive.ms(case.workload.disk_bytes(case.machines)),
         waits_for_disk=case.workload.how.is_sync,
         read_bytes=read,
-        read_ms=case.workload.how.frozen.read_ms(read),
+        read_ms=disk.read_ms(read),
+        first_read_ms=disk.read_ms(case.workload.read_bytes(tuple(first.values()))),
     )
 
 
