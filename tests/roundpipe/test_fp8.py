@@ -234,7 +234,7 @@ def test_compiled_layers_multiply_so() -> None:
         {"change": adapt},
         {"change": pack_rows},
     ],
-    ids=str,
+    ids=["fp8", "e5m2", "weights in bf16", "graphs", "compiled", "adapters", "packed"],
 )
 def test_gpus_multiply_as_their_emulation_does(options: dict[str, Any]) -> None:
     how = {"compute": "fp8", **options}
