@@ -104,6 +104,8 @@ class Twins:
         self._packed_in: dict[int, list[PackedTwin]] = {}
         self.graphs = GraphStore()
         self._fp8 = Fp8Twins()
+        # Whether any linear layer has ever multiplied in FP8: if not, none need be told not to.
+        self.has_fp8 = False
 
     def ensure(self, indices: range) -> None:
         """Build the missing and the spoilt twins of these layers, on the thread that makes the call."""
@@ -148,6 +150,7 @@ class Twins:
 
     def prepare_products(self, index: int, products: Fp8Products | None, *, for_backward: bool) -> None:
         """Have the linear layers of a layer whose blocks are bound multiply so, `for_backward` in that, too."""
+        self.has_fp8 = True
         packed = {id(one.parameter): one for one in self._packed_in[index]}
         self._fp8.prepare(index, self._modules[index], products, packed, for_backward=for_backward)
 
@@ -157,11 +160,13 @@ class Twins:
 
     def expanded(self, index: int) -> AbstractContextManager[None]:
         """Let a layer's packed weights be expanded while its forward runs."""
-        return self.expansions.of(index, self._fp8.expanded(index, self._packed_in[index]))
+        packed = self._packed_in[index]
+        return self.expansions.of(index, self._fp8.expanded(index, packed) if packed else packed)
 
     def enter_backward(self, index: int) -> None:
         """Expand a layer's packed weights for its backward."""
-        self.expansions.enter_backward(index, self._fp8.expanded(index, self._packed_in[index]))
+        packed = self._packed_in[index]
+        self.expansions.enter_backward(index, self._fp8.expanded(index, packed) if packed else packed)
 
     def outside(self, index: int, output: Any) -> Any:
         """Return a layer's output in a form that stays valid after its packed weights are freed."""

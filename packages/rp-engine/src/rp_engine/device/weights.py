@@ -149,7 +149,8 @@ class Weights:
             self._point_at(block, self._in_fixed(block, memory))
             if block.kind == "trainable" and training:
                 self.sums.expect(block)
-        self._twins.prepare_products(layer.index, self.on.products, for_backward=training)
+        if self.on.products is not None or self._twins.has_fp8:
+            self._twins.prepare_products(layer.index, self.on.products, for_backward=training)
 
     def _point_at(self, block: Block, memory: torch.Tensor) -> None:
         self._twins.bind(block, memory)
