@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from rp_serving import NcclTransport, ServerError, TransferFailed
+from rp_serving import NcclTransport, TransferFailed
 from rp_serving.transports.library import Nccl, UniqueId
 from torch.distributed import TCPStore
 
@@ -42,11 +42,21 @@ def receive(where: dict[str, Any], given: list[list[Any]]) -> None:
     nccl, stream = Nccl(), torch.cuda.current_stream()
     made: ctypes.c_void_p = nccl.communicator(known, 1, 2)
     nccl.add_up(made, torch.zeros(1, device="cuda"), stream)
-    print("here", flush=True)
+    say("here")
     for dtype, shape in given:
         data = torch.empty(shape, dtype=getattr(torch, dtype), device="cuda")
         nccl.broadcast(made, data.reshape(-1).view(torch.uint8), stream)
-        print(digest(data), flush=True)
+        say(digest(data))
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def send_much(transport: NcclTransport) -> None:
+    for _ in range(100):
+        transport.send([torch.zeros(1 << 28, dtype=torch.uint8)])
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -70,14 +80,11 @@ def test_a_gpu_of_a_server_gets_every_byte_as_vllm_receives_it():
     assert process.stdout is not None
     assert process.stdout.readline() == "here\n"
     transport.send(sent[:3])
-    begun = time.perf_counter()
     transport.send(sent[3:])
-    seconds = time.perf_counter() - begun
     found, _ = process.communicate(timeout=60)
     transport.abort()
 
     assert found.split() == [digest(one) for one in sent]
-    print(f"{sent[3].nbytes / seconds / 1e9:.2f} GB/s from pageable memory")
 
 
 def test_a_receiver_that_is_lost_is_an_error_in_time_and_another_can_come():
@@ -89,9 +96,8 @@ def test_a_receiver_that_is_lost_is_an_error_in_time_and_another_can_come():
     process.wait()
     begun = time.monotonic()
 
-    with pytest.raises((ServerError, TransferFailed)):
-        for _ in range(100):
-            transport.send([torch.zeros(1 << 28, dtype=torch.uint8)])
+    with pytest.raises(TransferFailed):
+        send_much(transport)
 
     assert time.monotonic() - begun < 30
     transport.abort()
