@@ -13,11 +13,12 @@ import pytest
 import torch
 from rp_serving import BadAnswer, GlooTransport, ServerError, VllmServer
 from rp_trainer import RoundPipeMixin
-from test_reinforcement import NAMES, REUSED, adapters, trained
+from test_reinforcement import NAMES, REUSED, adapters, pytestmark, trained
 from text_server import TextServer, sampled
 from tiny import assert_same, causal_lm, logs, weights
 from transformers import Qwen3Config, TrainerCallback
 
+__all__ = ["pytestmark"]
 SAMPLING = ("sampling/sampling_logp_difference/max", "sampling/importance_sampling_ratio/mean")
 # Texts of an evaluation are asked for, too.
 SETTINGS: dict[str, Any] = {"top_k": 12, "temperature": 0.8, "max_steps": 3, "eval_steps": 2}

@@ -64,8 +64,13 @@ class ServedPolicy:
     ) -> Self:
         """Return a policy whose weights go to the server in its own way, by default from `device`.
 
-        Raises what `ModelWeights` and `check` raise.
+        Raises what `ModelWeights` and `check` raise, and `ValueError` where the server sleeps on the only GPU.
         """
+        if server.sleeps and server.transport is None and _is_the_only_gpu(device):
+            raise ValueError(
+                "sleeps=True has the server on the only GPU, but NCCL connects no two processes on one GPU; hand "
+                "over VllmServer(..., transport=...), a rp_serving.WeightTransport of your own"
+            )
         transport = server.transport or (NcclTransport(device) if device.type == "cuda" else GlooTransport())
         weights = ModelWeights(model)
         made = cls(server, transport, weights, sleeps=server.sleeps, make_room=make_room, sending=sending)
@@ -168,3 +173,7 @@ class ServedPolicy:
                         "start the server with the checkpoint that the training began with"
                     )
         return found
+
+
+def _is_the_only_gpu(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.device_count() == 1

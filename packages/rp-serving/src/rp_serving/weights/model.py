@@ -34,7 +34,7 @@ class Piece:
 class ModelWeights:
     """The weights of a model of transformers, with or without adapters of PEFT.
 
-    `pieces`: layer by layer; each tied weight once, forms converted as `save_pretrained` does, packed weights
+    They are sent layer by layer: each tied weight once, forms converted as `save_pretrained` does, packed weights
     expanded, adapters merged into copies in fp32 and rounded once. No step may write while they are read.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -54,14 +54,28 @@ class ModelWeights:
             raise ValueError(
                 f"a server takes the weights of a model of transformers, but this is a {type(base).__name__}"
             )
-        self._held = dict(held_by(base))
-        _refuse_untied(self._held)
-        layout = saved_layout(base, {name: _outline(held.tensor) for name, held in self._held.items()})
-        plain = [
-            self._piece(dict(names))
-            for _, names in groupby(layout.names.items(), key=lambda pair: _layer_of(pair[0]))
-        ]
-        self.pieces: tuple[Piece, ...] = (*plain, *map(self._converted, layout.conversions))
+        self._base = base
+        self._held: dict[str, Held] = {}
+        self._pieces: tuple[Piece, ...] = ()
+        self._look()
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What is sent together, in order, of the tensors that the model has now."""
+        self._look()
+        return self._pieces
+
+    def _look(self) -> None:
+        """Find the model's tensors: ``load_state_dict(assign=True)`` may have put others in their place."""
+        held = dict(held_by(self._base))
+        if _are_same(held, self._held):
+            return
+        _refuse_untied(held)
+        layout = saved_layout(self._base, {name: _outline(one.tensor) for name, one in held.items()})
+        self._held = held
+        layers = groupby(layout.names.items(), key=lambda pair: _layer_of(pair[0]))
+        plain = [self._piece(dict(names)) for _, names in layers]
+        self._pieces = (*plain, *map(self._converted, layout.conversions))
 
     @property
     def nbytes(self) -> int:
@@ -71,6 +85,7 @@ class ModelWeights:
     @property
     def vocabulary(self) -> int | None:
         """The entries of the embedding, if it has one."""
+        self._look()
         found = [held.tensor.shape[0] for name, held in self._held.items() if name.endswith("embed_tokens.weight")]
         return found[0] if found else None
 
@@ -97,6 +112,12 @@ class ModelWeights:
         if key not in made:
             made[key] = merged(held.unit)
         return made[key].pop(held.own).to(held.tensor.dtype)
+
+
+def _are_same(one: Mapping[str, Held], other: Mapping[str, Held]) -> bool:
+    return one.keys() == other.keys() and all(
+        held.tensor is other[name].tensor and held.unit is other[name].unit for name, held in one.items()
+    )
 
 
 def _refuse_untied(all_held: Mapping[str, Held]) -> None:

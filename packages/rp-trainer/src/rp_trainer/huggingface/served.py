@@ -42,14 +42,14 @@ class ServedText(_Base):
         version = self.state.global_step if self.is_in_train else None
         found = self._served.generate(prompt_ids, self._sampling(self._served.is_seeded), version)
         ids = [one.token_ids for one in found]
-        # RLOO hands over no number of generations, and asks for no log-probabilities.
-        return ids if len(args) + len(kwargs) == 1 else (ids, [one.log_probs for one in found])
+        # RLOO asks for no log-probabilities.
+        corrects = hasattr(self, "vllm_importance_sampling_correction")
+        return (ids, [one.log_probs for one in found]) if corrects else ids
 
     def _sampling(self, is_seeded: bool) -> Sampling:
         own: Any = self
-        alike: dict[str, Any] = {
-            name: getattr(own, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")
-        }
+        names = ("temperature", "top_p", "top_k", "repetition_penalty")
+        given: dict[str, Any] = {name: getattr(own, name) for name in names}
         seed = (own.args.seed + self.state.global_step) * 1009 if is_seeded else None
-        more: dict[str, Any] = {"min_p": own.min_p or 0.0, "seed": seed, "more": own.args.generation_kwargs or {}}
-        return Sampling(own.max_completion_length, **alike, **more)
+        more = own.args.generation_kwargs or {}
+        return Sampling(own.max_completion_length, min_p=own.min_p or 0.0, seed=seed, more=more, **given)
