@@ -22,6 +22,7 @@ from roundpipe import (
     AutoRoundPipe,
     HostMemoryShort,
     HostMemoryWarning,
+    MemoryForecast,
     RoundPipe,
     RoundPipeRunConfig,
     Runtime,
@@ -31,6 +32,7 @@ from roundpipe import (
 from rp_engine.device.memory.call_size import CallSize
 from rp_engine.engine.memory.boundaries import Boundaries, Expected
 from rp_engine.engine.memory.memory_check import HostMemoryCheck
+from rp_engine.estimates import HostBytes
 from rp_engine.runtime import host_limit
 from rp_engine.runtime.host_limit import VARIABLE, current_limit, parse_bytes
 from rp_sched import Task
@@ -600,3 +602,17 @@ def test_second_blocks_that_nobody_asked_for_are_made_only_where_they_fit(
     call(model)
     model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
     assert model.memory_report().second_blocks_bytes == 2 * PARAMETERS * fits
+
+
+def test_frozen_weights_on_disk_are_proposed_and_not_counted(one: Runtime, tmp_path: Path) -> None:
+    limit = HostLimit("the machine", 10, 10)
+    adapters = MemoryForecast("m", "to train", HostBytes(weights=100, masters=2), HostBytes(), limit)
+    whole = MemoryForecast("m", "to train", HostBytes(weights=100, masters=200), HostBytes(), limit)
+    model = layers()
+    model[0].requires_grad_(False)
+
+    found = RoundPipe(model, optim_dtype=torch.float32, runtime=one, frozen=f"disk:{tmp_path}").memory_forecast()
+
+    assert 'frozen="disk:DIR"' in adapters.explained("needs")
+    assert 'frozen="disk:DIR"' not in whole.explained("needs")
+    assert found.whole.weights == sum(each.nbytes for each in model.parameters() if each.requires_grad)

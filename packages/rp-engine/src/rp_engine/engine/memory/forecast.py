@@ -14,6 +14,8 @@ from rp_engine.errors import HostMemoryShort
 # What stays free, since the system stalls, and kills processes, before all memory is in use: a share of the limit,
 # but less for what is small itself.
 _OF_LIMIT, _OF_MISSING = 1 / 64, 1 / 16
+# Where weights are so many times what is trained takes, most are frozen.
+_FROZEN_TIMES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,8 @@ class MemoryForecast:
                 f"train fewer parameters, such as adapters (LoRA): gradients, masters and optimizer state take "
                 f"{readable_bytes(trained)}; frozen parameters have none. For inference call requires_grad_(False)"
             )
+        if whole.weights > _FROZEN_TIMES * max(trained, 1):
+            yield 'frozen="disk:DIR": frozen weights on an NVMe disk, read for each upload'
         if whole.optimizer_state:
             if 2 * whole.optimizer_state >= self.likely_adam_bytes:
                 yield 'state="bf16" or "8bit" of roundpipe.optim: a half or a little over a quarter of fp32 state'
