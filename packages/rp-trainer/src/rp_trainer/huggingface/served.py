@@ -51,5 +51,5 @@ class ServedText(_Base):
         names = ("temperature", "top_p", "top_k", "repetition_penalty")
         given: dict[str, Any] = {name: getattr(own, name) for name in names}
         seed = (own.args.seed + self.state.global_step) * 1009 if is_seeded else None
-        more = own.args.generation_kwargs or {}
+        more: dict[str, Any] = own.args.generation_kwargs or {}
         return Sampling(own.max_completion_length, min_p=own.min_p or 0.0, seed=seed, more=more, **given)
