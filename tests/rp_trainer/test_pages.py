@@ -55,12 +55,14 @@ def test_those_of_the_package(names, tmp_path, monkeypatch):
 
 
 def test_those_of_the_page(names, tmp_path):
-    script, classes, generating, options, in_backward = blocks("docs/trainer.md")
+    script, classes, generating, serving, options, in_backward = blocks("docs/trainer.md")
     exec(script, names)
     assert (tmp_path / "model.safetensors").is_file()
     exec(classes, names)
     exec(generating, names)
     assert issubclass(names["GRPOTrainer"], rp_trainer.RoundPipeMixin)
+    exec(serving, names)
+    assert names["options"].server.url == "http://127.0.0.1:8000"
     exec(options, names)
     assert names["options"].asynchronous
     names["model"] = causal_lm().bfloat16()
