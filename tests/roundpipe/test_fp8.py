@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from roundpipe import Fp8, RoundPipe, RoundPipeRunConfig, Runtime, pack_frozen, wrap_model_to_roundpipe
+from roundpipe import (
+    Fp8,
+    RoundPipe,
+    RoundPipeRunConfig,
+    Runtime,
+    pack_frozen,
+    unpack_frozen,
+    wrap_model_to_roundpipe,
+)
 from roundpipe.optim import SGD
 from rp_packing import Fp8Linear, PackedTwin
 from rp_packing.products.linear import linear
@@ -142,6 +150,33 @@ def test_frozen_weights_in_fp8_by_rows_are_multiplied_as_they_are(
     # A weight in bf16 is cast to the same codes.
     assert found[1][0] == truth[0]
     assert apart(found[1][1], truth[1]) == 0.0
+
+
+class Reading(nn.Module):
+    """One frozen linear layer gets no rows; the weight of the other is read by a hook, too, and here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle, self.read = (nn.Linear(32, 32).requires_grad_(False) for _ in range(2))
+        self.read.register_forward_hook(lambda module, _, out: out * module.weight.norm())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        empty = self.idle(x[:0])
+        return torch.cat([empty, self.read(x) + nn.functional.linear(x, self.read.weight)])
+
+
+def test_codes_are_weights_for_whoever_reads_them() -> None:
+    def reading(model: nn.Sequential) -> None:
+        model[2] = Reading()
+        pack_frozen(model.bfloat16(), "fp8-rows")
+
+    def expanded(model: nn.Sequential) -> None:
+        reading(model)
+        unpack_frozen(model)
+
+    found, truth = (trained("cpu:2", change, compute="fp8") for change in (reading, expanded))
+    assert found[0] == truth[0]
+    assert apart(found[1], truth[1]) == 0.0
 
 
 def test_replays_have_the_bits_of_runs_by_python() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from rp_packing.products.linear import WeightCodes, multiplied
 from rp_packing.products.recipe import Fp8
 from rp_packing.products.scaled import MULTIPLE, transposed
-from rp_packing.rows import Rows, cast_rows
+from rp_packing.rows import Rows, cast_rows, numbers_of
 
 
 class Fp8Linear(nn.Linear):
@@ -29,18 +29,32 @@ class Fp8Linear(nn.Linear):
     """
 
     # What devices put there between calls of the layer.
-    scratch_attributes = ("recipe", "codes", "scales", "turned", "ones")
+    scratch_attributes = ("recipe", "codes", "scales", "turned", "ones", "is_taken")
     recipe: Fp8 | None
     codes: torch.Tensor | None
     scales: torch.Tensor | None
     turned: torch.Tensor | None
     ones: torch.Tensor | None
+    # Whether the codes are all that there is of the weight.
+    is_taken: bool
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The weight's parameter, empty where the codes are all that there is of it."""
+        return cast("nn.Parameter", self._parameters["weight"])
+
+    @property
+    def weight(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride] - an attribute
+        """The weight, made from its codes if these are all: hooks and other modules may read it."""
+        if self.recipe is None or not self.is_taken or self.codes is None or self.scales is None:
+            return self.parameter
+        return numbers_of(Rows(self.codes, self.scales)).to(self.parameter.dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Run the layer on (..., in)."""
-        if self.recipe is None:
+        if self.recipe is None or (self.is_taken and not input.numel()):
             return super().forward(input)
-        return multiplied(input, self.weight, self.bias, self._cast_weight(), self.recipe)
+        return multiplied(input, self.parameter, self.bias, self._cast_weight(), self.recipe)
 
     def _cast_weight(self) -> WeightCodes | None:
         if self.codes is None or self.scales is None:
@@ -57,9 +71,10 @@ class Fp8Linear(nn.Linear):
         """
         with torch.no_grad(), torch.inference_mode(False):
             self._cast(backward=backward or self.turned is not None)
+        self.is_taken = False
 
     def _cast(self, *, backward: bool) -> None:
-        rows = cast_rows(self.weight.detach())
+        rows = cast_rows(self.parameter.detach())
         turned = transposed(rows.codes) if backward else None
         if self.codes is None or self.scales is None:
             self.codes, self.scales = rows
@@ -73,13 +88,15 @@ class Fp8Linear(nn.Linear):
                 self.turned.copy_(turned.codes)
 
     def take(self, rows: Rows, *, backward: bool) -> None:
-        """Use codes of the weight that are there already, until `forget`. The weight itself is not read then."""
+        """Use codes of the weight that are there already, until `forget`. Its parameter is not read then."""
+        self.is_taken = True
         with torch.no_grad(), torch.inference_mode(False):
             self.codes, self.scales = rows
             self.turned, self.ones = transposed(rows.codes) if backward else (None, None)
 
     def forget(self) -> None:
         """Free the weight's codes."""
+        self.is_taken = False
         self.codes = self.scales = self.turned = self.ones = None
 
 

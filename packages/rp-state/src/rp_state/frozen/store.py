@@ -31,7 +31,7 @@ class FrozenDisk:
     `stripe_bytes`: how much lies in one directory before the next. `stall_s`: the most seconds that a disk may
     take for one transfer. `system`: the calls to the operating system.
 
-    >>> FrozenDisk.of("disk:/mnt/a,/mnt/b").directories
+    >>> FrozenDisk.of("disk:/mnt/a, /mnt/b").directories
     ('/mnt/a', '/mnt/b')
 
     Raises `ValueError` without directories, or for sizes and times that are not positive.
@@ -56,7 +56,7 @@ class FrozenDisk:
         if isinstance(option, FrozenDisk) or option == "memory":
             return option if isinstance(option, FrozenDisk) else None
         if isinstance(option, str) and option.startswith(_ON):
-            return cls(tuple(option.removeprefix(_ON).split(",")))
+            return cls(tuple(name.strip() for name in option.removeprefix(_ON).split(",")))
         raise ValueError(
             f'frozen must be "memory", "disk:DIR[,DIR...]" or a FrozenDisk, but is {option!r} instead'
         )

@@ -63,11 +63,13 @@ class Fp8Twins:
         using = [(name, one) for name, one in linears.items() if one.recipe is not None]
         self._direct[index] = _multiplied_packed(twin, using, packed)
         for _, linear in using:
-            own = packed.get(id(linear.weight))
+            own = packed.get(id(linear.parameter))
             if own is None:
                 linear.cast(backward=for_backward)
             elif own in self._direct[index] and (rows := own.row_codes()) is not None:
                 linear.take(rows, backward=for_backward)
+            else:
+                linear.forget()
         self._ready[index] = _Ready(products, for_backward)
 
     def expanded(self, index: int, packed: Sequence[PackedTwin]) -> Sequence[PackedTwin]:
@@ -102,7 +104,7 @@ def _multiplied_packed(
     twin: nn.Module, using: Sequence[tuple[str, Fp8Linear]], packed: Mapping[int, PackedTwin]
 ) -> set[PackedTwin]:
     """Return the packed weights of which nothing but the codes is read."""
-    ids = [id(linear.weight) for name, linear in using if _reads_codes_alone(twin, name, linear)]
+    ids = [id(linear.parameter) for name, linear in using if _reads_codes_alone(twin, name, linear)]
     holding = [id(one) for module in twin.modules() for one in module.parameters(recurse=False)]
     found = {own for one in set(ids) if (own := packed.get(one)) and ids.count(one) == holding.count(one)}
     return {own for own in found if own.row_codes() is not None}
