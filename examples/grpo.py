@@ -68,9 +68,7 @@ def main(words: list[str]) -> list[float]:
     parser.add_argument("--model", default="Qwen3-4B", help="the folder of a checkpoint")
     parser.add_argument("--data", help="a JSONL file; default: sums that make seven")
     parser.add_argument("--output", default="rewarded")
-    parser.add_argument(
-        "--server", type=VllmServer, help="a vLLM server that generates, such as http://127.0.0.1:8000"
-    )
+    parser.add_argument("--server", type=VllmServer, help="a vLLM server: http://127.0.0.1:8000")
     parser.add_argument("--tiny", action="store_true", help="a tiny model with random weights")
     arguments = parser.parse_args(words)
     model, tokenizer = load(arguments)
