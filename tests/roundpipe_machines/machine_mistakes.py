@@ -6,6 +6,7 @@ from collections.abc import Callable
 from threading import Event
 from typing import Any
 
+import rp_batch
 import torch
 from machine_trainings import Apart, adamw, batch, row, square_error, weights, wrapped
 from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
@@ -66,7 +67,9 @@ def _with_failing_layer(runtime: Runtime, *, backward: bool) -> tuple[RoundPipe,
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(4, 4), Fails(), nn.Linear(4, 4), nn.Linear(4, 3))
     layers[1].backward = backward
-    return wrapped(runtime, layers), layers
+    # Declared: a trial of the split would find that parts of a batch fail that does not fail in one piece.
+    config = RoundPipeRunConfig(num_microbatch=5, split_input=((rp_batch.Split(),), {}))
+    return RoundPipe(layers, runtime=runtime, name="m", model_run_config=config), layers
 
 
 def _failing_batch(model: RoundPipe, layers: nn.Sequential) -> None:

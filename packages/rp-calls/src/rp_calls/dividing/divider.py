@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -173,5 +173,16 @@ class Divider:
         decide = partial(trial.first_that_fits, proposals, count)
         if not is_shared:
             return decide()
-        found, is_same = self._engine.decide_together(f"finding how {asked.name} can be split", decide, repr)
+        return self._together(f"finding how {asked.name} can be split", decide)
+
+    def _together(self, what: str, decide: Callable[[], Found | str]) -> Found | str:
+        found, is_same = self._engine.decide_together(what, decide, repr)
+        if is_same:
+            return found
+        # Machines may have different numbers of microbatches, which the call itself refuses.
+        found, is_same = self._engine.decide_together(what, lambda: _cut_anywhere(found), repr)
         return found if is_same else "machines found different things"
+
+
+def _cut_anywhere(found: Found | str) -> Found | str:
+    return replace(found, granule=1) if isinstance(found, Found) else found
