@@ -197,9 +197,10 @@ def test_whatever_call_fails_values_are_right_or_refused(call: str, nth: int, tm
     disk = Disk(str(tmp_path), block_bytes=1, stripe_bytes=4096, system=replace(SYSTEM, **changed))
     twins = _masters(SIZES)
     other = AdamW(twins, lr=0.01)
-    masters = _masters(SIZES, Remainders(disk))
-    optimizer, right = AdamW(masters, lr=0.01), 0
+    right = 0
     with suppress(DiskError):
+        masters = _masters(SIZES, Remainders(disk))
+        optimizer = AdamW(masters, lr=0.01)
         for seed in range(4):
             _step(twins, other, seed)
             _step(masters, optimizer, seed)
@@ -207,3 +208,8 @@ def test_whatever_call_fails_values_are_right_or_refused(call: str, nth: int, tm
             right += 1
 
     assert (right == 4) == (left[0] >= 0)
+
+
+def test_directories_without_files_are_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(DiskError, match="is none; make it first"):
+        Remainders(Disk(str(tmp_path / "missing")))

@@ -232,7 +232,10 @@ def test_layers_stay_as_they_are_for_reasons_that_are_told() -> None:
     assert "4 linear layers multiply in FP8; as before: 1 of float32" in str(found)
 
 
-@pytest.mark.parametrize("values", [{"inputs": "fp4"}, {"weights": "e4m4"}, {"skip_ends": -1}, {"skip": "head"}])
+@pytest.mark.parametrize(
+    "values",
+    [{"inputs": "fp4"}, {"weights": "e4m4"}, {"skip_ends": -1}, {"skip_ends": 1.5}, {"skip": "head"}],
+)
 def test_a_recipe_that_cannot_be_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError), match=f"{next(iter(values))} must be"):
         Fp8(**values)

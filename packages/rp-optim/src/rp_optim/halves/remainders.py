@@ -128,13 +128,18 @@ class Remainders:
     ...     values
     tensor([7, 7, 7], dtype=torch.int16)
 
-    What reaches them raises the errors of the disk, and `TornState` after one until all were written anew.
+    What reaches them raises the errors of the disk, and `TornState` after one until all were written anew. Raises
+    `DiskError` for directories in which no files can be opened.
     """
 
     disk: Disk
     _rooms: list[_Room] = field(default_factory=list[_Room])
     _new: list[OnDisk] = field(default_factory=list[OnDisk])
     _turn: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        # The first step may be long after, and on another thread.
+        self._blocks(())
 
     def add(self, shape: torch.Size) -> OnDisk:
         """Return a new remainder of zeros."""

@@ -45,7 +45,7 @@ class Fp8:
                 raise ValueError(f"{name} must be 'e4m3', 'e5m2' or 'bf16', but is {value!r} instead")
         if isinstance(self.skip, str) or not all(isinstance(one, str) for one in self.skip):  # pyright: ignore[reportUnnecessaryIsInstance] - users need not check types
             raise TypeError(f"skip must be a tuple of names, but is {self.skip!r} instead")
-        if isinstance(self.skip_ends, bool) or self.skip_ends < 0:
+        if type(self.skip_ends) is not int or self.skip_ends < 0:
             raise ValueError(f"skip_ends must be a number of layers, 0 or more, but is {self.skip_ends!r} instead")
 
     def products(self) -> tuple[Kind, Product, Product]:
