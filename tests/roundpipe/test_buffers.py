@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import rp_batch
 import torch
 from plain import PLAN_NAMES, assert_near, batch, gradients, mlp, plans, square_error, train_call, twin, weights
 from roundpipe import RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
@@ -417,7 +418,9 @@ def test_a_first_write_where_tasks_share_a_buffer_is_refused_and_later_calls_are
 def test_a_late_write_of_a_layers_state_is_plain_pytorchs_in_divided_tasks_too() -> None:
     layers = nn.Sequential(Counter(picky=True), nn.Linear(4, 3))
     truth = twin(layers)
-    config = RoundPipeRunConfig(num_microbatch=4, execute_plan=DIVIDED)
+    # Declared: what it writes depends on the microbatch, which a trial would notice.
+    declared = ((rp_batch.Split(),), {})
+    config = RoundPipeRunConfig(num_microbatch=4, execute_plan=DIVIDED, split_input=declared)
     x, y = quiet_batch()
     with Runtime("cpu:2") as runtime:
         model = RoundPipe(layers, runtime=runtime, model_run_config=config)

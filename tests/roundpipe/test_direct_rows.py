@@ -170,11 +170,12 @@ def runs_of(two: Runtime, config: RoundPipeRunConfig, x: Any) -> list[Counter[in
     return found
 
 
-def test_only_the_largest_and_the_smallest_microbatch_are_tried_once(two):
+def test_of_a_large_call_a_microbatch_of_the_largest_and_two_of_the_smallest_are_tried_once(two, monkeypatch):
+    monkeypatch.setattr("rp_calls.dividing.trial._SMALL", 0)
     first, second = runs_of(two, RoundPipeRunConfig(num_microbatch=4), torch.randn(10, WIDTH))
 
-    # Five rows in one piece and in two, then the call.
-    assert first == Counter({5: 1, 3: 1 + 2, 2: 1 + 2})
+    # Seven rows in one piece and in three, then the call.
+    assert first == Counter({7: 1, 3: 1 + 2, 2: 2 + 2})
     assert second == Counter({3: 2, 2: 2})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -307,8 +308,9 @@ def test_commands_that_cannot_be_followed_say_so(
 def test_a_template_without_an_end_is_refused_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rp_strangers.limited._LEAST_S", 3.0)
-    monkeypatch.setattr("rp_strangers.limited._S_PER_BYTE", 0.0)
+    # The package has a function of the module's name.
+    monkeypatch.setattr(sys.modules["rp_strangers.limited"], "_LEAST_S", 3.0)
+    monkeypatch.setattr(sys.modules["rp_strangers.limited"], "_S_PER_BYTE", 0.0)
     loop = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
     model = make_model(tmp_path / "model", template="{{ messages[0]['role'] }}" + loop)
     prompts = json_lines(tmp_path / "prompts.jsonl", CHATS)
