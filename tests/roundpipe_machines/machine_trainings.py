@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import rp_batch
 import torch
 from roundpipe import (
     AutoRoundPipe,
@@ -51,9 +52,11 @@ def row(*, dropout: float = 0.0) -> nn.Sequential:
     )
 
 
-def wrapped(runtime: Runtime, layers: nn.Module, microbatches: int = 5, **options: Any) -> RoundPipe:
+def wrapped(
+    runtime: Runtime, layers: nn.Module, microbatches: int = 5, split_input: Any = None, **options: Any
+) -> RoundPipe:
     """A model of these layers."""
-    config = RoundPipeRunConfig(num_microbatch=microbatches)
+    config = RoundPipeRunConfig(num_microbatch=microbatches, split_input=split_input)
     return RoundPipe(layers, runtime=runtime, name="m", model_run_config=config, **options)
 
 
@@ -194,7 +197,9 @@ class Sometimes(nn.Module):
 def sometimes_unused(runtime: Runtime) -> Found:
     """Some machines have no gradient of a parameter, and none has of another one."""
     torch.manual_seed(0)
-    return train(runtime, nn.Sequential(Sometimes(), nn.Linear(4, 3)), clip=0.5)
+    # Declared: what it computes depends on the microbatch, which a trial of the split would find.
+    declared = ((rp_batch.Split(),), {})
+    return train(runtime, nn.Sequential(Sometimes(), nn.Linear(4, 3)), clip=0.5, split_input=declared)
 
 
 def sixteen_bits(runtime: Runtime) -> Found:

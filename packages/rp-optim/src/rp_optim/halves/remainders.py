@@ -12,7 +12,7 @@ import torch
 
 from rp_optim.disk.blocks import Blocks
 from rp_optim.errors import TornState
-from rp_optim.places.on_disk import Disk, memory_for
+from rp_optim.places.on_disk import Disk
 
 _Item = TypeVar("_Item")
 
@@ -151,11 +151,7 @@ class Remainders:
     def memory_bytes(self) -> int:
         """Bytes of host memory that they take together."""
         rooms = sum(room.blocks.memory_bytes for room in self._rooms)
-        return rooms + self.memory_for([one.disk_bytes for one in self._new])
-
-    def memory_for(self, sizes: Sequence[int]) -> int:
-        """Return the host memory that remainders of so many bytes take together."""
-        return memory_for(sum(sizes), max(sizes, default=0), self.disk.block_bytes)
+        return rooms + self.disk.memory_for([one.disk_bytes for one in self._new])
 
     def begin_step(self) -> None:
         """Make room before a step changes anything. Raises what has failed since the last one."""
@@ -199,7 +195,7 @@ class Remainders:
         return room
 
     def _blocks(self, sizes: Sequence[int]) -> Blocks:
-        return Blocks(self.disk.volume(), sizes, self.memory_for(sizes))
+        return Blocks(self.disk.volume(), sizes, self.disk.memory_for(sizes))
 
     def _renew(self, room: _Room, members: Sequence[OnDisk]) -> None:
         """Begin new files if those that there are cannot be used; what they had is lost, but for `members`."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 from functools import reduce
 
 import torch
-from rp_optim import Remainders
 from rp_state.block import Block
 from rp_state.gradient import sum_dtype
 from rp_state.halves import can_split
@@ -127,7 +126,7 @@ def _masters_bytes(found: Sequence[Group | Block], options: HostOptions, shards:
     if options.disk is None:
         return whole
     there = [2 * one.numel() for block in found for one in _trained(block, shards) if can_split(one)]
-    return whole - sum(there) + Remainders(options.disk).memory_for(there)
+    return whole - sum(there) + options.disk.memory_for(there)
 
 
 def _passed_on(found: Sequence[Group | Block]) -> set[int]:
