@@ -18,7 +18,10 @@ from roundpipe import (
     wrap_model_to_roundpipe,
 )
 from roundpipe.optim import SGD
+from rp_engine.device.memory.fp8_twins import Fp8Products
+from rp_engine.device.replica import Twins
 from rp_packing import Fp8Linear, PackedTwin
+from rp_packing.products.layers import choose
 from rp_packing.products.linear import linear
 from rp_packing.products.scaled import product
 from rp_packing.rows import DTYPES, Kind, cast_rows
@@ -255,6 +258,25 @@ def test_compiled_layers_multiply_so() -> None:
     found = trained("cpu:2", compute="fp8", compile_layers=True)
     assert found[0] == pytest.approx(losses, rel=0.02)
     assert apart(found[1], masters) < 0.01
+
+
+def test_weights_in_other_memory_are_cast_anew_also_if_the_one_before_was_not_released() -> None:
+    with Runtime("cpu:1") as runtime:
+        model: Any = RoundPipe(nn.Sequential(nn.Linear(32, 16, bias=False)).bfloat16(), runtime=runtime)
+        layers = model._engine.host.state.layers
+        (block,), recipe = layers[0].blocks, Fp8()
+        twins = Twins(torch.device("cpu"), layers)
+        twins.ensure(range(1))
+        products = Fp8Products(recipe, choose([layers[0].module], recipe))
+        found: list[float] = []
+        for value in (1.0, 2.0):
+            twins.bind(block, torch.full((block.layout.nbytes // 2,), value, dtype=torch.bfloat16))
+            twins.prepare_products(0, products, for_backward=False)
+            with torch.no_grad():
+                out = twins.module(0, (True,))(torch.ones(1, 32, dtype=torch.bfloat16))
+            found.append(out[0, 0].item())
+
+    assert found == [32.0, 64.0]
 
 
 @pytest.mark.cuda

@@ -115,6 +115,18 @@ def test_values_are_read_and_written_in_parts_copied_and_made_whole(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_memory_holds_a_few_blocks(tmp_path: Path) -> None:
+    remainders = Remainders(Disk(str(tmp_path), block_bytes=1, stripe_bytes=4096))
+    masters, twins = _masters([5000] * 40, remainders), _masters([5000] * 40)
+
+    _steps(masters, AdamW(masters, lr=0.01), range(3))
+    _steps(twins, AdamW(twins, lr=0.01), range(3))
+
+    assert _same(masters, twins)
+    # Two blocks of a master each, rounded up to pages; all take 400,000 bytes.
+    assert remainders.memory_bytes <= 4 * 12288
+
+
 def test_a_failed_disk_tears_the_masters_until_each_is_set_anew(tmp_path: Path) -> None:
     system = Broken()
     masters, twins = _masters(SIZES, Remainders(system.disk(tmp_path))), _masters(SIZES)

@@ -32,8 +32,8 @@ _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _WORK: Mapping[Bound, str] = {"GIL": "launching", "device": "devices", "link": "links"}
 # Kinds of host memory whose names need an explanation.
 _KINDS = {"second blocks": "second copies of weights, for the next step,"}
-# What JSON has of `Training`.
 _MASTERS = {"whole": "", "split": " in halves", "disk": " in halves, of which one is on disk"}
+# What JSON has of `Training`.
 _HOW = ("optimizer", "optimizer_state", "master", "step_in_backward", "compute")
 _MOST_STAGES = 16
 _MOST_CHANGES = 8
