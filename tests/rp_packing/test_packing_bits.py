@@ -73,8 +73,8 @@ def fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def fp8_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     part, exponent = torch.frexp(weight.double().abs().amax(-1) / 448)
-    # The least power of two that is no less; of a row of zeros the least of all.
-    factor = 2.0 ** torch.where(part == 0.5, exponent - 1, exponent).where(part > 0, -126)
+    # The least power of two that is no less; no less than the least normal number, which a row of zeros gets.
+    factor = 2.0 ** torch.where(part == 0.5, exponent - 1, exponent).where(part > 0, -126).clamp(min=-126)
     codes = (weight.double() / factor.unsqueeze(-1)).float().to(torch.float8_e4m3fn)
     return codes.view(torch.uint8), factor.float()
 

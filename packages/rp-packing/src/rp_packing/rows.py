@@ -33,8 +33,8 @@ def cast_rows(numbers: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -
     ([[1.0, -448.0], [0.75, 224.0], [0.0, 0.0]], [1.0, 4.0])
 
     Rounds to nearest, ties to even. With a power of two nothing else is rounded, so codes are the same bits
-    whatever computes them, and a scale multiplies other numbers exactly. A row with a NaN or an infinity has
-    NaN for all of its numbers. Plain operations of torch, which its compiler fuses with what makes the numbers.
+    whatever computes them, and a scale multiplies other numbers exactly. No scale is below 2**-126, fp32's least
+    normal number. A row with a NaN or an infinity has NaN for all of its numbers. Plain operations of torch, which its compiler fuses with what makes the numbers.
     """
     return _cast(numbers, dtype, -1)
 
@@ -51,7 +51,8 @@ def cast_columns(numbers: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 
 def _cast(numbers: torch.Tensor, dtype: torch.dtype, dim: int) -> Rows:
     scales, inverse = _scales(numbers.abs().amax(dim, keepdim=True), dtype)
-    # A power of two is exact in 16 bits, too: no fp32 copy of the numbers.
+    # A power of two is exact in bfloat16, too: no fp32 copy of the numbers; fp16 has no room for all of them.
+    numbers = numbers.float() if numbers.dtype == torch.float16 else numbers
     return Rows((numbers * inverse.to(numbers.dtype)).to(dtype), scales)
 
 
