@@ -9,8 +9,8 @@ from typing import NoReturn
 import pytest
 import torch
 from roundpipe import Runtime
-from rp_cli.estimate.hardware import Machine, measured
 from rp_cli.finetune import forecast, run
+from rp_estimate.machine.hardware import Machine, measured
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from rp_cli.adapters.choice import Adapters
-from rp_cli.adapters.making import adapt
-from rp_cli.adapters.parts import parts_of
-from rp_cli.estimate.meta.observe import observe
+from rp_adapters.choice import Adapters
+from rp_adapters.making import adapt
+from rp_adapters.parts import parts_of
 from rp_cli.main import main
+from rp_estimate.meta.observe import observe
 from torch import nn
 from transformers import AutoModelForCausalLM
 

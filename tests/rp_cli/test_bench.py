@@ -11,9 +11,9 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rp_cli.commands import bench
-from rp_cli.estimate.calibration import Calibration
 from rp_cli.main import main
 from rp_cli.recipes.catalogue import recipes
+from rp_estimate.machine.calibration import Calibration
 
 LINE = Calibration(
     gpu="RTX 4090",

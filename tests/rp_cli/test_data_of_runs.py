@@ -9,9 +9,9 @@ from pathlib import Path
 
 import finetuning
 import pytest
-from rp_cli.estimate.hardware import Machine
 from rp_cli.finetune import resumed
 from rp_cli.main import main
+from rp_estimate.machine.hardware import Machine
 
 pytestmark = pytest.mark.usefixtures("measured_once")
 

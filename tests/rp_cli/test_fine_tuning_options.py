@@ -281,7 +281,7 @@ def test_what_does_not_fit_is_refused_before_a_file_is_written(
 
 def real_machine(runtime: Runtime, *more: Any) -> Any:
     """The machine with its limit as it is now."""
-    from rp_cli.estimate.hardware import measured
+    from rp_estimate.machine.hardware import measured
 
     return measured(runtime, *more)
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from processes import free_port
 from programs import COMMAND_LINE, Program
-from rp_cli.estimate.hardware import Machine
 from rp_cli.main import main
+from rp_estimate.machine.hardware import Machine
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.usefixtures("measured_once"), pytest.mark.timeout(300)]

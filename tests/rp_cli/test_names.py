@@ -11,8 +11,8 @@ import finetuning
 import pytest
 from hub_server import COMMIT, Hub, cached, serving
 from huggingface_hub import constants
-from rp_cli.estimate.cards import CARDS
 from rp_cli.main import main
+from rp_estimate.machine.cards import CARDS
 
 pytestmark = pytest.mark.usefixtures("measured_once")
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 from rp_cli.arguments import parse
-from rp_cli.estimate import foretell
-from rp_cli.estimate.cards import Card
-from rp_cli.estimate.hardware import Machine
-from rp_cli.estimate.options import PlanOptions
 from rp_cli.main import main
 from rp_cli.options.declared import read
+from rp_cli.planning.options import PlanOptions
+from rp_estimate import foretold
+from rp_estimate.machine.cards import Card
+from rp_estimate.machine.hardware import Machine
 from rp_sched.simulation.clock import Clock
 from rp_trainer.errors import Refused
 from sometimes import one_in
@@ -288,13 +288,13 @@ def test_plans_that_differ_in_host_memory_only_are_searched_for_once(
     config: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searches: list[Any] = []
-    search = foretell.fastest
+    search = foretold.fastest
 
     def counted(*given: Any, **more: Any) -> Any:
         searches.append(given)
         return search(*given, **more)
 
-    monkeypatch.setattr(foretell, "fastest", counted)
+    monkeypatch.setattr(foretold, "fastest", counted)
     # A size that no other test has.
     answer = found(capsys, "--model", config(LARGER | {"intermediate_size": 1920}), *SMALL, "--ram", "150MB")
 
@@ -643,9 +643,7 @@ def test_a_measured_machine_has_no_more_devices_than_are_there(
     count: int, config: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = Card("here", 2 * 10**9, 10.0, 1.0)
-    monkeypatch.setattr(
-        "rp_cli.estimate.hardware._here", lambda _: Machine(card, 1, None, 165.0, is_measured=True)
-    )
+    monkeypatch.setattr("rp_estimate.cases._here", lambda _: Machine(card, 1, None, 165.0, is_measured=True))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     arguments = ("--model", config(TINY), *SMALL[2:], "--sequence", "4096")
     suggested = [change["option"] for change in found(capsys, *arguments, *FOUR)["changes"]]

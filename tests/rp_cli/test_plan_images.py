@@ -10,11 +10,11 @@ import finetuning
 import pytest
 import torch
 import vision
-from rp_cli.estimate.meta.observe import observe
-from rp_cli.estimate.meta.towers import Patches, patches_of, with_towers
 from rp_cli.main import main
-from rp_cli.options.images import ImageSizes
 from rp_data.images.processor import Sight
+from rp_estimate.images import ImageSizes
+from rp_estimate.meta.observe import observe
+from rp_estimate.meta.towers import Patches, patches_of, with_towers
 from transformers import AutoModelForImageTextToText
 
 

@@ -19,8 +19,8 @@ import torch
 from programs import COMMAND_LINE, Program
 from roundpipe import RoundPipe
 from rp_checkpoint import check, is_finished
-from rp_cli.estimate.hardware import Machine
 from rp_cli.main import main
+from rp_estimate.machine.hardware import Machine
 from rp_trainer.finetuning.evaluation import Evaluation
 from rp_trainer.finetuning.training import Training
 from safetensors.torch import load_file

@@ -34,7 +34,9 @@ def layers(module: str) -> list[list[str]]:
     [
         ("rp-core", "roundpipe"),
         ("rp-calls", "rp_calls"),
+        ("rp-adapters", "rp_adapters"),
         ("rp-data", "rp_data"),
+        ("rp-estimate", "rp_estimate"),
         ("rp-checkpoint", "rp_checkpoint"),
         ("rp-engine", "rp_engine"),
         ("rp-machines", "rp_machines"),

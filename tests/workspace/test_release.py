@@ -113,6 +113,8 @@ def test_a_package_is_released_after_what_it_needs(clone):
         "rp-trainer",
         "rp-strangers",
         "rp-data",
+        "rp-adapters",
+        "rp-estimate",
         "rp-cli",
     )
     leaves = [name for name in RELEASE.members(clone) if name not in above]
@@ -136,7 +138,7 @@ def test_wheels_of_all_packages_are_tried_alone():
 @pytest.mark.parametrize(
     ("package", "version", "words"),
     [
-        ("rp-other", "0.2.0", "must be one of rp-batch, rp-calls, rp-checkpoint"),
+        ("rp-other", "0.2.0", "must be one of rp-adapters, rp-batch, rp-calls"),
         ("rp-optim", "0.1.0", "is 0.1.0 already"),
         ("rp-optim", "0.0.9", "must be higher"),
         ("rp-optim", "next", "must be one such as"),

@@ -34,7 +34,7 @@ def test_a_usual_change_touches_at_most_five_files_which_are_there(kind: str) ->
 
 def test_lion_is_named_by_what_the_table_of_optimizers_says() -> None:
     """Beside its kernels, and beside advice that names it as one with a small state."""
-    advice = {"rp_cli/estimate/advice.py", "rp_engine/engine/memory/forecast.py"}
+    advice = {"rp_estimate/advice.py", "rp_engine/engine/memory/forecast.py"}
     naming = {
         file.relative_to(source).as_posix()
         for source in SOURCES[1:-1]

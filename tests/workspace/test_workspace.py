@@ -32,6 +32,7 @@ def requirements(member: Path) -> list[Requirement]:
 def test_these_are_the_members() -> None:
     names = [project(member)["name"] for member in MEMBERS]
     assert names == [
+        "rp-adapters",
         "rp-batch",
         "rp-calls",
         "rp-checkpoint",
@@ -41,6 +42,7 @@ def test_these_are_the_members() -> None:
         "rp-dist",
         "rp-engine",
         "rp-errors",
+        "rp-estimate",
         "rp-generate",
         "rp-machines",
         "rp-optim",
@@ -101,9 +103,15 @@ def test_members_ask_for_those_siblings_alone_that_they_import(member: Path) -> 
         },
         "rp-strangers": {"rp-presets", "rp-trainer"},
         "rp-data": {"rp-presets", "rp-strangers", "rp-trainer"},
-        "rp-cli": {
+        "rp-adapters": {"rp-checkpoint", "rp-presets", "rp-strangers", "rp-trainer"},
+        "rp-estimate": {
             *leaves - {"rp-dist"},
+            *("rp-adapters", "rp-core", "rp-engine", "rp-presets", "rp-strangers", "rp-trainer"),
+        },
+        "rp-cli": {
+            *leaves - {"rp-batch", "rp-dist"},
             *("rp-engine", "rp-checkpoint", "rp-presets", "rp-core", "rp-trainer", "rp-strangers", "rp-data"),
+            *("rp-adapters", "rp-estimate"),
         },
     }
     assert asked == allowed.get(member.name, set())

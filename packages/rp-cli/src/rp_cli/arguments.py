@@ -14,12 +14,12 @@ from rp_trainer.errors import Refused
 
 from rp_cli import __version__
 from rp_cli.environment.options import BenchOptions, EnvOptions
-from rp_cli.estimate.options import PlanOptions, RecipesOptions
 from rp_cli.evaluating.options import EvalOptions
 from rp_cli.finetune.options import FineTuning, Preparation
 from rp_cli.merging.options import ExportOptions, MergeOptions
 from rp_cli.options.config_file import schema
 from rp_cli.options.declared import Given, Option, declared
+from rp_cli.planning.options import PlanOptions, RecipesOptions
 from rp_cli.talking.options import ChatOptions, GenerateOptions
 
 

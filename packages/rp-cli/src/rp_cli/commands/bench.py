@@ -8,14 +8,14 @@ from typing import Any, cast
 
 import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
+from rp_estimate.foretold import Case, foretell
+from rp_estimate.machine.calibration import Calibration
+from rp_estimate.machine.hardware import Machine, measured
+from rp_estimate.workload import Training, Workload
 from rp_optim import AdamW
 from rp_trainer.processes import ALONE
 
 from rp_cli.environment.options import BenchOptions
-from rp_cli.estimate.calibration import Calibration
-from rp_cli.estimate.foretell import Case, foretell
-from rp_cli.estimate.hardware import Machine, measured
-from rp_cli.estimate.workload import Training, Workload
 from rp_cli.finetune.devices import chosen, opened
 from rp_cli.telling.status import Say, status
 

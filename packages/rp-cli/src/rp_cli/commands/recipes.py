@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rp_engine.estimates import current_limit
 
-from rp_cli.estimate.options import RecipesOptions
+from rp_cli.planning.options import RecipesOptions
 from rp_cli.recipes.catalogue import Recipe, recipes
 
 _GB = 10**9

@@ -7,18 +7,17 @@ from typing import Any, cast
 
 import torch
 from roundpipe import Runtime
+from rp_estimate.answer.summary import as_summary
+from rp_estimate.foretold import Case, Foretold, foretell
+from rp_estimate.machine.drive import NO_DISK, Drive
+from rp_estimate.machine.hardware import measured
+from rp_estimate.machine.network import ONE_MACHINE, Network
+from rp_estimate.meta.meta_model import check_positions, model_of, packing_of
+from rp_estimate.workload import Training, Workload
 from rp_optim import DiskError, disk_rates
 from rp_optim.disk.file import free_bytes
 from rp_trainer.errors import Refused
 
-from rp_cli.adapters.choice import Adapters
-from rp_cli.estimate.answer import as_summary
-from rp_cli.estimate.drive import NO_DISK, Drive
-from rp_cli.estimate.foretell import Case, Foretold, foretell
-from rp_cli.estimate.hardware import measured
-from rp_cli.estimate.meta.meta_model import check_positions, model_of, packing_of
-from rp_cli.estimate.network import ONE_MACHINE, Network
-from rp_cli.estimate.workload import Training, Workload
 from rp_cli.finetune.model import config_file
 from rp_cli.finetune.options import FineTuning
 
@@ -45,7 +44,7 @@ def foretold(
         raise Refused(f"--adapter-dtype is for one machine, but there are {runtime.peers.size}; omit it")
     model = model_of(
         config_file(options),
-        Adapters.of(options),
+        options.adapters,
         dtype=getattr(torch, str(options.dtype)),
         pack=options.pack,
         vocabulary=vocabulary,

@@ -11,7 +11,11 @@ from typing import Any, cast
 import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained, pack_frozen, wrap_model_to_roundpipe
 from roundpipe.loading import STORED
+from rp_adapters.making import adapt
+from rp_adapters.vocabulary import grow
 from rp_data.images.processor import Sight, has_processor, sight_of
+from rp_estimate.meta.meta_model import config_of, try_if_unusual
+from rp_estimate.meta.model_class import model_class, placeholders, sees
 from rp_optim import DiskError
 from rp_presets import DamagedFile, UnsupportedModel, check_checkpoint, check_folder, check_tokenizer, unasked
 from rp_strangers.code import told
@@ -19,11 +23,6 @@ from rp_strangers.refusing import refusing, refusing_all
 from rp_trainer.errors import Refused
 from torch import nn
 
-from rp_cli.adapters.choice import Adapters
-from rp_cli.adapters.making import adapt
-from rp_cli.adapters.vocabulary import grow
-from rp_cli.estimate.meta.meta_model import config_of, try_if_unusual
-from rp_cli.estimate.meta.model_class import model_class, placeholders, sees
 from rp_cli.finetune.options import FineTuning
 from rp_cli.hub.models import called
 from rp_cli.runs.trained_on import identity_of, write_beside
@@ -293,7 +292,7 @@ def _random(maker: Any, config: Any, dtype: torch.dtype) -> nn.Module:
 
 def _adapter(options: FineTuning) -> Callable[[Any], nn.Module]:
     """Return a function that adds the requested adapters to a model."""
-    adapters = Adapters.of(options)
+    adapters = options.adapters
     return _as_it_is if adapters is None else partial(adapt, adapters=adapters)
 
 

@@ -7,13 +7,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rp_adapters.names import ALL_LINEAR, USUAL_PARTS
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning.extending import earlier_steps, extend
 from rp_trainer.finetuning.files import earlier_options, has_run
 from rp_trainer.finetuning.settings import Names
 
 from rp_cli.finetune.options import FineTuning
-from rp_cli.options.adapters import ALL_LINEAR, USUAL_PARTS
 from rp_cli.options.declared import declared
 from rp_cli.runs.trained_on import KEY, is_other
 

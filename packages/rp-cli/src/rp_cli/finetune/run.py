@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from roundpipe import RoundPipe, Runtime
+from rp_adapters.making import check_installed
 from rp_sched.report.render import svg
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning import InFolder, Outcome, Report, taken
@@ -21,7 +22,6 @@ from rp_trainer.finetuning.kept import checkpoint_microbatches
 from rp_trainer.finetuning.settings import Names, Settings
 from rp_trainer.processes import ALONE, Processes
 
-from rp_cli.adapters.making import check_installed
 from rp_cli.finetune.beginning import begun_from
 from rp_cli.finetune.causality import check_causality, check_images
 from rp_cli.finetune.devices import fitted, opened

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from rp_adapters.making import check_layers
 from rp_strangers.code import told
 from rp_strangers.refusing import refusing_all
 from rp_trainer.errors import Refused
 from torch import nn
-
-from rp_cli.adapters.making import check_layers
 
 # What PEFT builds on the meta device before it reads the file; others must be built in memory.
 _BUILT_WITHOUT_MEMORY = (

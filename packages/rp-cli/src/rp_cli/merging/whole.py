@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rp_adapters.vocabulary import grown_for
 from rp_presets import DamagedFile, Streamed, streamed, unasked
 from rp_strangers.code import told
 from rp_strangers.refusing import refusing
 from rp_trainer.errors import Refused
 
-from rp_cli.adapters.vocabulary import grown_for
 from rp_cli.finetune.model import without_bars
 from rp_cli.merging.adapter import Adapter
 from rp_cli.merging.weights import NOT_PACKED, BaseWeights, MergedWeights, Packing

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rp_adapters.parts import modules_of
 from rp_checkpoint.files.tensor_file import Source
 from rp_checkpoint.files.writer import Writer
 from rp_checkpoint.saving.shards import divided, file_name, index_of
 from rp_presets import Conversion, saved_layout, write_configuration
 from torch import nn
 
-from rp_cli.adapters.parts import modules_of
 from rp_cli.merging.weights import MergedWeights
 
 SHARD_BYTES = 4 << 30

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from rp_adapters.choice import Adapters, Continued
+from rp_adapters.names import ALL_LINEAR, PARTS, USUAL_PARTS, is_pattern
 from rp_trainer.errors import Refused
 
 from rp_cli.options import shared
 from rp_cli.options.declared import option
 from rp_cli.options.kinds import FLAG, TEXT, listed, number, one_of, path, positive, several
 
-# PEFT's name for all linear layers, stacked experts and routers.
-ALL_LINEAR = "all-linear"
-PARTS = ("attention", "dense", "experts", "router")
-# Without routers: adapters on them change which experts learn, which costs balance and is seldom wanted.
-USUAL_PARTS = PARTS[:3]
 # PEFT's own names, and one for its `lora_bias`.
 BIASES = ("none", "all", "lora_only", "adapters")
 DTYPES = ("float32", "bfloat16")
-# What a name of a layer never has: a target with any of these is a regular expression.
-_PATTERN = re.compile(r"[*+?()\[\]{}|\\^$]")
 _NEEDS_LORA = ("lora", ", the rank of the adapters")
 _adapters = partial(option, group="adapters", needs=_NEEDS_LORA)
-
-
-def is_pattern(target: str) -> bool:
-    """Return whether a target is a regular expression, and not the name of a layer or the end of one.
-
-    >>> is_pattern(r".*[qv]_proj"), is_pattern("mlp.experts.down_proj")
-    (True, False)
-    """
-    return _PATTERN.search(target) is not None
 
 
 def _targets(flag: str, texts: list[str]) -> tuple[str, ...]:
@@ -111,3 +96,23 @@ class AdapterOptions:
     def is_adapted(self) -> bool:
         """Whether adapters are trained, and not all weights."""
         return self.lora is not None or self.init_adapter is not None
+
+    @property
+    def adapters(self) -> Adapters | Continued | None:
+        """The adapters that are asked for; None for none."""
+        if self.init_adapter is not None:
+            return Continued(self.init_adapter, self.adapter_dtype)
+        if self.lora is None:
+            return None
+        return Adapters(
+            rank=self.lora,
+            alpha=self.lora_alpha,
+            parts=self.lora_parts,
+            targets=self.lora_targets,
+            dropout=self.lora_dropout,
+            dora=self.dora,
+            rslora=self.rslora,
+            bias=self.lora_bias,
+            saved=self.modules_to_save or (),
+            dtype=self.adapter_dtype,
+        )

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained
+from rp_adapters.making import put_on
+from rp_adapters.vocabulary import grown_for
 from rp_presets import DamagedFile, UnsupportedModel, check_checkpoint, check_tokenizer, unasked
 from rp_strangers.code import told
 from rp_strangers.limited import Budget, limited
@@ -20,8 +22,6 @@ from rp_trainer.errors import Refused
 from rp_trainer.processes import ALONE
 from torch import nn
 
-from rp_cli.adapters.making import put_on
-from rp_cli.adapters.vocabulary import grown_for
 from rp_cli.finetune.devices import chosen, opened
 from rp_cli.finetune.model import without_bars
 from rp_cli.hub.models import called

@@ -1,0 +1,1 @@
+"""`roundpipe plan`: its options, and the request that they make."""

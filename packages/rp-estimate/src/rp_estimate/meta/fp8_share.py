@@ -1,0 +1,69 @@
+"""What of a model's products may be in FP8, and the time that this saves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from rp_packing import Fp8, choose, codes_bytes
+from rp_trainer.errors import Refused
+from torch import nn
+
+from rp_estimate.machine.cards import Card
+
+# The part of what FP8's rate has beyond bf16's that linear layers of compiled models reach: casts take the rest.
+# The products alone reach 0.9 of it on an H100 (docs/how-to/fp8.md).
+REACHED = 0.7
+
+
+@dataclass(frozen=True)
+class Fp8Share:
+    """The weights of each part of a row that linear layers multiply in FP8; none for a model that does not.
+
+    >>> share = Fp8Share.of([nn.Linear(32, 16, dtype=torch.bfloat16), nn.Linear(32, 8)])
+    >>> share.forward_flops(0), share.backward_flops(0), share.forward_flops(1)
+    (1024, 2048, 0)
+    """
+
+    weights: tuple[tuple[torch.Tensor, ...], ...]
+
+    @classmethod
+    def of(cls, modules: Sequence[nn.Module]) -> Fp8Share:
+        """Return the share of a row's parts."""
+        chosen = zip(modules, choose(modules, Fp8()).chosen, strict=True)
+        return cls(
+            tuple(
+                tuple(module.get_parameter(f"{name}.weight".lstrip(".")) for name in names)
+                for module, names in chosen
+            )
+        )
+
+    def _of(self, part: int) -> tuple[torch.Tensor, ...]:
+        return self.weights[part] if self.weights else ()
+
+    def forward_flops(self, part: int) -> int:
+        """Operations of a part's forward, for a token."""
+        return sum(2 * one.numel() for one in self._of(part))
+
+    def backward_flops(self, part: int) -> int:
+        """Operations of its backward: gradients of inputs, and of trained weights."""
+        return sum(2 * one.numel() * (2 if one.requires_grad else 1) for one in self._of(part))
+
+    def codes_bytes(self, part: int) -> int:
+        """Bytes of its weights' codes, on a device."""
+        return sum(codes_bytes(one, backward=True) for one in self._of(part))
+
+    def saved(self, card: Card) -> float:
+        """Return the part of these products' time in bf16 that FP8 saves.
+
+        Raises `Refused` for a card without them.
+        """
+        if not self.weights:
+            return 0.0
+        if card.fp8_tflops is None:
+            raise Refused(
+                f"--compute fp8: {card.name} has no products in FP8, or their rate is not known; omit it, or "
+                "describe the GPU, as in --gpu memory=24GB,link=25,tflops=165,fp8=330"
+            )
+        return 1 - 1 / (1 + REACHED * (card.fp8_tflops / card.tflops - 1))
