@@ -34,7 +34,8 @@ def cast_rows(numbers: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -
 
     Rounds to nearest, ties to even. With a power of two nothing else is rounded, so codes are the same bits
     whatever computes them, and a scale multiplies other numbers exactly. No scale is below 2**-126, fp32's least
-    normal number. A row with a NaN or an infinity has NaN for all of its numbers. Plain operations of torch, which its compiler fuses with what makes the numbers.
+    normal number. A row with a NaN or an infinity has NaN for all of its numbers. Plain operations of torch, which
+    its compiler fuses with what makes the numbers.
     """
     return _cast(numbers, dtype, -1)
 
