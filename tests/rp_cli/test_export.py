@@ -18,7 +18,7 @@ from finetuning import VOCABULARY, WORDS, make_model
 from hub_server import serving
 from peft import LoraConfig, PeftModel, get_peft_model
 from rp_cli.main import main
-from rp_cli.merging.formats.gguf_check import check_model
+from rp_export.formats.gguf_check import check_model
 from rp_trainer.errors import Unwritable
 from transformers import AutoModelForCausalLM
 

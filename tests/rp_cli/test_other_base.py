@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from finetuning import json_lines, make_model, texts
 from rp_cli.main import main
-from rp_cli.runs.trained_on import FILE, identity_of
+from rp_sources.trained_on import FILE, identity_of
 from safetensors.torch import load_file, save_file
 
 SETTINGS = ["--sequence", "16", "--batch", "4", "--steps", "2", "--lora", "4", "--save-every", "1"]

@@ -37,6 +37,8 @@ def layers(module: str) -> list[list[str]]:
         ("rp-adapters", "rp_adapters"),
         ("rp-data", "rp_data"),
         ("rp-estimate", "rp_estimate"),
+        ("rp-export", "rp_export"),
+        ("rp-sources", "rp_sources"),
         ("rp-checkpoint", "rp_checkpoint"),
         ("rp-engine", "rp_engine"),
         ("rp-machines", "rp_machines"),

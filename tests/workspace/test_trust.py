@@ -15,7 +15,7 @@ WITHOUT_CODE = "GenerationConfig"
 # What would run code or unpickle: none of it is needed.
 NEVER = frozenset({"pipeline", "load_custom_generate", "get_class_from_dynamic_module", "load_dataset"})
 # The one place that refuses versions of datasets that run code (tests/rp_cli/test_names.py).
-WITHOUT_SCRIPTS = {"rp-cli/src/rp_cli/hub/data_sets.py": "load_dataset"}
+WITHOUT_SCRIPTS = {"rp-sources/src/rp_sources/data_sets.py": "load_dataset"}
 
 
 def files() -> list[Path]:

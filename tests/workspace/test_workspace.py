@@ -43,6 +43,7 @@ def test_these_are_the_members() -> None:
         "rp-engine",
         "rp-errors",
         "rp-estimate",
+        "rp-export",
         "rp-generate",
         "rp-machines",
         "rp-optim",
@@ -51,6 +52,7 @@ def test_these_are_the_members() -> None:
         "rp-recompute",
         "rp-sched",
         "rp-serving",
+        "rp-sources",
         "rp-stand-in",
         "rp-state",
         "rp-strangers",
@@ -108,10 +110,15 @@ def test_members_ask_for_those_siblings_alone_that_they_import(member: Path) -> 
             *leaves - {"rp-dist"},
             *("rp-adapters", "rp-core", "rp-engine", "rp-presets", "rp-strangers", "rp-trainer"),
         },
+        "rp-sources": {"rp-presets", "rp-strangers", "rp-trainer"},
+        "rp-export": {
+            *("rp-adapters", "rp-checkpoint", "rp-core", "rp-packing", "rp-presets", "rp-sources", "rp-strangers"),
+            "rp-trainer",
+        },
         "rp-cli": {
             *leaves - {"rp-batch", "rp-dist"},
-            *("rp-engine", "rp-checkpoint", "rp-presets", "rp-core", "rp-trainer", "rp-strangers", "rp-data"),
-            *("rp-adapters", "rp-estimate"),
+            *("rp-engine", "rp-presets", "rp-core", "rp-trainer", "rp-strangers", "rp-data"),
+            *("rp-adapters", "rp-estimate", "rp-export", "rp-sources"),
         },
     }
     assert asked == allowed.get(member.name, set())

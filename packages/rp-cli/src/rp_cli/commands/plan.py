@@ -13,9 +13,9 @@ from rp_estimate.foretold import Case, foretell
 from rp_estimate.machine.network import ONE_MACHINE
 from rp_estimate.meta.meta_model import try_if_unusual
 from rp_estimate.request import Request
+from rp_sources.models import CONFIGURATION, fetched
+from rp_sources.names import model_named
 
-from rp_cli.hub.models import CONFIGURATION, fetched
-from rp_cli.hub.names import model_named
 from rp_cli.planning.options import PlanOptions
 from rp_cli.telling.status import status
 from rp_cli.telling.terminal import say

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from roundpipe import RoundPipe
+from rp_sources.sources import Source, source_of
 from rp_trainer.errors import Refused
 from rp_trainer.stopping import Interrupted, Interruption
 from tqdm import tqdm
 
 from rp_cli.evaluating.held_out import HeldOut, held_out
 from rp_cli.evaluating.options import EvalOptions
-from rp_cli.runs.sources import Source, source_of
 from rp_cli.talking.speaker import checked_tokenizer, model_of
 from rp_cli.telling.terminal import say
 

@@ -14,13 +14,13 @@ from rp_data.documents import Documents
 from rp_data.documents import held_out as divided
 from rp_data.library import library_source
 from rp_data.reading import Manner, check_some, read_all
+from rp_sources.sources import Source
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning import Evaluation
 
 from rp_cli.evaluating.options import EvalOptions
 from rp_cli.finetune.model import pad_of, placeholders_in
 from rp_cli.finetune.resumed import CLOCK
-from rp_cli.runs.sources import Source
 from rp_cli.talking.speaker import loaded_tokenizer
 
 _SEQUENCE = 2048

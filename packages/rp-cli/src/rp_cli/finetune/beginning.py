@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from rp_sources.sources import note_of
+from rp_sources.trained_on import is_other
+
 from rp_cli.finetune.model import has_weights
 from rp_cli.finetune.options import FineTuning
-from rp_cli.runs.sources import note_of
-from rp_cli.runs.trained_on import is_other
 
 # Of transformers' Trainer: its steps, beside the weights of a checkpoint.
 _OF_TRAINER = "trainer_state.json"

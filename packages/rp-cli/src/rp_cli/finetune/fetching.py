@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rp_sources.data_sets import fetched_split
+from rp_sources.models import SMALL_FILES, WEIGHTS, fetched
+from rp_sources.names import data_named, model_named
+from rp_sources.sources import adapter_in, model_in
 from rp_trainer.errors import Refused
 
 from rp_cli.finetune.options import FineTuning
-from rp_cli.hub.data_sets import fetched_split
-from rp_cli.hub.models import SMALL_FILES, WEIGHTS, fetched
-from rp_cli.hub.names import data_named, model_named
-from rp_cli.runs.sources import adapter_in, model_in
 
 
 def without_names(given: FineTuning) -> FineTuning:

@@ -18,14 +18,14 @@ from rp_estimate.meta.meta_model import config_of, try_if_unusual
 from rp_estimate.meta.model_class import model_class, placeholders, sees
 from rp_optim import DiskError
 from rp_presets import DamagedFile, UnsupportedModel, check_checkpoint, check_folder, check_tokenizer, unasked
+from rp_sources.models import called
+from rp_sources.trained_on import identity_of, write_beside
 from rp_strangers.code import told
 from rp_strangers.refusing import refusing, refusing_all
 from rp_trainer.errors import Refused
 from torch import nn
 
 from rp_cli.finetune.options import FineTuning
-from rp_cli.hub.models import called
-from rp_cli.runs.trained_on import identity_of, write_beside
 
 # Weight files that are not read; a folder with one of these does not count as one without weights.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.ckpt", "*.index.json")

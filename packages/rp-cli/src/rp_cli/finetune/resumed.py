@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rp_adapters.names import ALL_LINEAR, USUAL_PARTS
+from rp_sources.trained_on import KEY, is_other
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning.extending import earlier_steps, extend
 from rp_trainer.finetuning.files import earlier_options, has_run
@@ -15,7 +16,6 @@ from rp_trainer.finetuning.settings import Names
 
 from rp_cli.finetune.options import FineTuning
 from rp_cli.options.declared import declared
-from rp_cli.runs.trained_on import KEY, is_other
 
 # The values in runs from before an option existed.
 _EARLIER_DEFAULTS: dict[str, Any] = {

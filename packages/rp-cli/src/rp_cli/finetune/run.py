@@ -13,6 +13,7 @@ from typing import Any
 from roundpipe import RoundPipe, Runtime
 from rp_adapters.making import check_installed
 from rp_sched.report.render import svg
+from rp_sources.trained_on import KEY
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning import InFolder, Outcome, Report, taken
 from rp_trainer.finetuning import fine_tune as train
@@ -42,7 +43,6 @@ from rp_cli.finetune.options import FineTuning
 from rp_cli.finetune.places import check_places
 from rp_cli.finetune.resumed import CLOCK, check_same, clock_of, extended, is_extended, refuse_replaced
 from rp_cli.options.declared import declared
-from rp_cli.runs.trained_on import KEY
 from rp_cli.telling.page import Page
 from rp_cli.telling.progress import Progress
 from rp_cli.telling.streams import telling

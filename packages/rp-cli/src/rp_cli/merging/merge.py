@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import rp_export
+from rp_export import Whole
+from rp_export.folder import check_output
+from rp_export.pushing import check_push
+from rp_sources.sources import source_of
 from rp_trainer.errors import Refused
 
-from rp_cli.merging.card import Made, write_card
-from rp_cli.merging.folder import made_whole
-from rp_cli.merging.options import MergeOptions
-from rp_cli.merging.pushing import check_push, push
-from rp_cli.merging.whole import Whole, check_output, write_whole
-from rp_cli.runs.sources import source_of
+from rp_cli.finetune.model import without_bars
+from rp_cli.merging.options import MergeOptions, Merging
+from rp_cli.merging.recipe import recipe_of
 
 _NEAREST = (
     "in {dtypes}: sums are fp32 and rounded once, to the nearest; PEFT's merge of stacked experts, and its "
@@ -20,21 +22,33 @@ _NEAREST = (
 def merge(options: MergeOptions) -> None:
     """Merge an adapter into its model, and write the result. Raises `Refused`, `Unwritable`."""
     check_output(options.output)
-    check_push(options)
+    check_push(options.push)
     source = source_of(options)
     if source.adapter is None:
         raise Refused(
             f"{options.run} holds a whole model, so there is nothing to merge; `roundpipe export` writes it in "
             "other formats"
         )
-    with made_whole(options.output) as folder:
-        whole = write_whole(folder, source, is_rounded=not options.unrounded)
-        write_card(folder, Made("merged", source, whole))
+    without_bars()
+    whole = rp_export.merge(source, options.output, unrounded=options.unrounded, options=recipe_of(source))
     _tell(options, whole)
     push(options)
 
 
+def tell_unused(whole: Whole | None) -> None:
+    """Print what of the model's files is not in the model."""
+    for one in () if whole is None else whole.unused:
+        print(f"not used: {one}")
+
+
+def push(options: Merging) -> None:
+    """Upload what was made, if that is asked for."""
+    if options.push is not None:
+        print(f"pushed to {rp_export.push(options.output, options.push, private=options.private)}", flush=True)
+
+
 def _tell(options: MergeOptions, whole: Whole) -> None:
+    tell_unused(whole)
     print(f"merged: {whole.adapter} into {whole.changed} of {whole.weights} weights, {_told(whole)}")
     if whole.is_rounded:
         print("merged into the weights as the run had packed them; --unrounded takes those of the model's files")

@@ -9,6 +9,7 @@ from rp_trainer.errors import Refused
 
 from rp_cli.options.declared import option
 from rp_cli.options.kinds import FLAG, TEXT, one_of, path
+from rp_cli.options.sources import SourceOptions
 
 FORMATS = ("gguf", "safetensors", "mlx")
 # Of llama.cpp's converter.
@@ -17,32 +18,13 @@ _LOADING, _HUB = "the model", "the hub"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Merging:
-    """What commands that write a model have. None means, for `tokenizer` and `base`: as the run or the folder
-    says; `push`: nowhere.
+class Merging(SourceOptions):
+    """What commands that write a model have. None means, for `push`: nowhere.
 
     Raises `Refused` if the folder to write is not given.
     """
 
-    run: Path = option(
-        "an --output folder of `roundpipe train`, one of its checkpoints, the folder of an adapter or of a model, "
-        "or a name on the hub",
-        path("RUN"),
-        is_positional=True,
-    )
     output: Path = option("a new folder for what is made", path("FOLDER", is_utf8=True))
-    tokenizer: Path | None = option(
-        "a folder or a name on the hub, if RUN has no tokenizer", path(), group=_LOADING
-    )
-    base: Path | None = option(
-        "of an adapter: the model that it was trained for, if it is no longer where it was", path(), group=_LOADING
-    )
-    other_base: bool = option(
-        "of an adapter: put it on its model even if that is not the one that it was trained with",
-        FLAG,
-        False,
-        group=_LOADING,
-    )
     unrounded: bool = option(
         "of a run with --pack: merge into the weights as the model's files have them, not as the run packed them",
         FLAG,

@@ -12,10 +12,10 @@ from rp_estimate.machine.calibration import Calibration
 from rp_estimate.machine.calibration import given as calibration_given
 from rp_estimate.machine.cards import CARDS, Card, card_named
 from rp_estimate.machine.network import Network
+from rp_sources.names import model_named
 from rp_strangers.refusing import refusing
 from rp_trainer.errors import Refused
 
-from rp_cli.hub.names import model_named
 from rp_cli.options import shared
 from rp_cli.options.adapters import AdapterOptions
 from rp_cli.options.declared import Default, Reading, option

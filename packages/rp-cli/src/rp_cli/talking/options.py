@@ -10,35 +10,16 @@ from rp_trainer.errors import Refused
 from rp_cli.options import shared
 from rp_cli.options.declared import option
 from rp_cli.options.kinds import DEVICES, FLAG, TEXT, number, one_of, path, whole
+from rp_cli.options.sources import SourceOptions
 
 _MOST_TOKENS = shared.MOST_SEQUENCE
 _LOADING, _SAMPLING = "the model", "how tokens are chosen"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """Which model. None means, for `tokenizer` and `base`: as the run or the folder says; `dtype`: float32 on CPU
-    devices, else bfloat16.
-    """
+class ModelOptions(SourceOptions):
+    """Which model, and where it runs. None means, for `dtype`: float32 on CPU devices, else bfloat16."""
 
-    run: Path = option(
-        "an --output folder of `roundpipe train`, one of its checkpoints, the folder of a model or of an adapter, "
-        "or a name on the hub",
-        path("RUN"),
-        is_positional=True,
-    )
-    tokenizer: Path | None = option(
-        "a folder or a name on the hub, if RUN has no tokenizer", path(), group=_LOADING
-    )
-    base: Path | None = option(
-        "of an adapter: the model that it was trained for, if it is no longer where it was", path(), group=_LOADING
-    )
-    other_base: bool = option(
-        "of an adapter: put it on its model even if that is not the one that it was trained with",
-        FLAG,
-        False,
-        group=_LOADING,
-    )
     devices: str | None = option(f"{shared.ON_DEVICES}; all layers run on the first", DEVICES, group=_LOADING)
     dtype: str | None = option(
         "dtype of the weights (float32 on CPU devices, else bfloat16)",

@@ -15,6 +15,8 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained
 from rp_adapters.making import put_on
 from rp_adapters.vocabulary import grown_for
 from rp_presets import DamagedFile, UnsupportedModel, check_checkpoint, check_tokenizer, unasked
+from rp_sources.models import called
+from rp_sources.sources import Source, source_of
 from rp_strangers.code import told
 from rp_strangers.limited import Budget, limited
 from rp_strangers.refusing import refusing, refusing_all
@@ -24,8 +26,6 @@ from torch import nn
 
 from rp_cli.finetune.devices import chosen, opened
 from rp_cli.finetune.model import without_bars
-from rp_cli.hub.models import called
-from rp_cli.runs.sources import Source, source_of
 from rp_cli.talking.options import ModelOptions, TalkOptions
 
 Message = Mapping[str, Any]

@@ -12,9 +12,9 @@ from rp_strangers.files import bounded_bytes
 from rp_strangers.refusing import refusing
 from rp_trainer.errors import Refused
 
-from rp_cli.hub.models import SMALL_FILES, WEIGHTS, fetched
-from rp_cli.hub.names import model_named
-from rp_cli.runs.trained_on import noted, refuse_other
+from rp_sources.models import SMALL_FILES, WEIGHTS, fetched
+from rp_sources.names import model_named
+from rp_sources.trained_on import noted, refuse_other
 
 _MODEL, _ADAPTER, _OPTIONS = "config.json", "adapter_config.json", "options.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -47,6 +47,20 @@ class Asked(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked for, without options of a command; see `Asked`.
+
+    >>> Wanted(Path("run")).other_base
+    False
+    """
+
+    run: Path
+    base: Path | None = None
+    other_base: bool = False
+    tokenizer: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """Folders. `model`: of the weights; `adapter`: what is put on it, if anything; `run`: theirs, if any.
 
@@ -75,7 +89,7 @@ class Source:
 
 
 def source_of(options: Asked) -> Source:
-    """Find the folders.
+    """Find the folders; what is on the hub is downloaded, unless it is in the cache.
 
     Raises `Refused` if something is not there, or if an adapter was trained with another model.
     """

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rp_checkpoint.files.disk import new_folder_for, put_in_place, remove_leftovers
-from rp_trainer.errors import Unwritable
+from rp_trainer.errors import Refused, Unwritable
 
 
 @contextmanager
@@ -38,3 +38,9 @@ def made_whole(target: Path) -> Generator[Path]:
     finally:
         if new is not None:
             shutil.rmtree(new, ignore_errors=True)
+
+
+def check_output(folder: Path) -> None:
+    """Raise `Refused` unless the folder is new or empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise Refused(f"--output {folder} must be a new or empty folder, but is there already; name another")

@@ -11,9 +11,8 @@ from typing import Any
 
 from rp_trainer.errors import Refused, Unwritable
 
-from rp_cli.merging.adapter import config_of
-from rp_cli.merging.formats.gguf_check import check_adapter, check_model
-from rp_cli.merging.options import ExportOptions
+from rp_export.adapter import config_of
+from rp_export.formats.gguf_check import check_adapter, check_model
 
 _CHECKOUT = "ROUNDPIPE_LLAMA_CPP"
 _OF_MODELS, _OF_ADAPTERS = "convert_hf_to_gguf.py", "convert_lora_to_gguf.py"
@@ -32,12 +31,15 @@ _BEYOND = (
 )
 
 
-def check_converter(options: ExportOptions) -> Path:
-    """Return the checkout of llama.cpp. Raises `Refused`, with what to install, if something is missing."""
+def check_converter(llama_cpp: Path | None) -> Path:
+    """Return the checkout of llama.cpp: the given one, or that of ``ROUNDPIPE_LLAMA_CPP``.
+
+    Raises `Refused`, with what to install, if something is missing.
+    """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise Refused(f"--format gguf needs {' and '.join(missing)}: pip install 'rp-cli[gguf]'")
-    given = os.environ.get(_CHECKOUT) or None if options.llama_cpp is None else options.llama_cpp
+    given = os.environ.get(_CHECKOUT) or None if llama_cpp is None else llama_cpp
     if given is None:
         raise Refused(
             "--format gguf needs a checkout of llama.cpp, whose converter makes the file: git clone --depth 1 "
@@ -50,16 +52,20 @@ def check_converter(options: ExportOptions) -> Path:
     return folder
 
 
-def write_model_file(checkout: Path, model: Path, file: Path, options: ExportOptions) -> str:
-    """Convert a model's folder; return what to tell of the comparison with it.
+def write_model_file(
+    checkout: Path, model: Path, file: Path, kind: str = "auto", *, unchecked: bool = False
+) -> str:
+    """Convert a model's folder; return what to tell of the comparison with it. `kind`: of the file's numbers.
 
     Raises `Unwritable` if the converter fails, or if the file has other values.
     """
-    _run(checkout / _OF_MODELS, str(model), "--outfile", str(file), "--outtype", options.type)
-    return "not compared with the model's" if options.unchecked else check_model(file, model)
+    _run(checkout / _OF_MODELS, str(model), "--outfile", str(file), "--outtype", kind)
+    return "not compared with the model's" if unchecked else check_model(file, model)
 
 
-def write_adapter_file(checkout: Path, adapter: Path, base: Path, file: Path, options: ExportOptions) -> str:
+def write_adapter_file(
+    checkout: Path, adapter: Path, base: Path, file: Path, kind: str = "auto", *, unchecked: bool = False
+) -> str:
     """Convert an adapter's folder; `base`: that of its model. Raises as `write_model_file`."""
     _run(
         checkout / _OF_ADAPTERS,
@@ -69,9 +75,9 @@ def write_adapter_file(checkout: Path, adapter: Path, base: Path, file: Path, op
         "--outfile",
         str(file),
         "--outtype",
-        options.type,
+        kind,
     )
-    return "not compared with the adapter's" if options.unchecked else check_adapter(file, adapter)
+    return "not compared with the adapter's" if unchecked else check_adapter(file, adapter)
 
 
 def check_simple(adapter: Path) -> None:

@@ -18,7 +18,7 @@ from rp_checkpoint.saving.shards import divided, file_name, index_of
 from rp_presets import Conversion, saved_layout, write_configuration
 from torch import nn
 
-from rp_cli.merging.weights import MergedWeights
+from rp_export.weights import MergedWeights
 
 SHARD_BYTES = 4 << 30
 # Of writing: two strides of the writer.

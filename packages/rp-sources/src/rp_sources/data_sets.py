@@ -11,8 +11,8 @@ from typing import Any
 from rp_presets import brief
 from rp_trainer.errors import Refused
 
-from rp_cli.hub.models import refusing_hub
-from rp_cli.hub.names import HubName
+from rp_sources.models import refusing_hub
+from rp_sources.names import HubName
 
 # In which the hub answers, or cannot be reached.
 _SECONDS = 10.0

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from rp_adapters.vocabulary import grown_for
 from rp_presets import DamagedFile, Streamed, streamed, unasked
+from rp_sources.sources import Source, has_tokenizer
 from rp_strangers.code import told
 from rp_strangers.refusing import refusing
-from rp_trainer.errors import Refused
 
-from rp_cli.finetune.model import without_bars
-from rp_cli.merging.adapter import Adapter
-from rp_cli.merging.weights import NOT_PACKED, BaseWeights, MergedWeights, Packing
-from rp_cli.merging.writing import copy_beside, write_model
-from rp_cli.runs.sources import Source, has_tokenizer
+from rp_export.adapter import Adapter
+from rp_export.weights import NOT_PACKED, BaseWeights, MergedWeights, Packing
+from rp_export.writing import copy_beside, write_model
 
 # Of the options of a run: weights that are packed in the files already.
 _STORED = "stored"
@@ -26,13 +24,18 @@ _STORED = "stored"
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """What was written. `adapter`: the kind of the adapter, empty for none. `dtypes`: of the weights."""
+    """What was written. `adapter`: the kind of the adapter, empty for none. `dtypes`: of the weights.
+
+    `is_rounded`: whether weights that the run had packed are as it had them. `unused`: what is in the model's
+    files, but not in the model, in words.
+    """
 
     weights: int
     changed: int
     adapter: str
     dtypes: tuple[str, ...]
     is_rounded: bool
+    unused: tuple[str, ...] = ()
 
 
 def write_whole(folder: Path, source: Source, *, is_rounded: bool) -> Whole:
@@ -42,7 +45,6 @@ def write_whole(folder: Path, source: Source, *, is_rounded: bool) -> Whole:
 
     Raises `Refused` for what cannot be merged, `OSError` for what cannot be written.
     """
-    without_bars()
     with (
         warnings.catch_warnings(),
         refusing(f"{source.model} cannot be loaded: ", (ValueError, OSError), told),
@@ -51,8 +53,6 @@ def write_whole(folder: Path, source: Source, *, is_rounded: bool) -> Whole:
     ):
         warnings.simplefilter("ignore", FutureWarning)
         found = streamed(source.model)
-    for name in found.unused:
-        print(f"not used: {name} of {source.model}, which a {type(found.model).__name__} does not have")
     packing = _packing(found, source) if is_rounded else NOT_PACKED
     base = BaseWeights(found, packing)
     adapter = None if source.adapter is None else _adapter(found, source.adapter)
@@ -66,6 +66,10 @@ def write_whole(folder: Path, source: Source, *, is_rounded: bool) -> Whole:
         "" if adapter is None else adapter.kind,
         tuple(sorted({str(weights.dtype(name)).removeprefix("torch.") for name in weights.names})),
         packing is not NOT_PACKED,
+        tuple(
+            f"{name} of {source.model}, which a {type(found.model).__name__} does not have"
+            for name in found.unused
+        ),
     )
 
 
@@ -81,9 +85,3 @@ def _packing(found: Streamed, source: Source) -> Packing:
 def _adapter(found: Streamed, folder: Path) -> Adapter:
     """Build the adapter, on embeddings that are as large as those that it has."""
     return Adapter(grown_for(found.model, folder), folder)
-
-
-def check_output(folder: Path) -> None:
-    """Raise `Refused` unless the folder is new or empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise Refused(f"--output {folder} must be a new or empty folder, but is there already; name another")

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
+from rp_sources.models import called, repository_of
+from rp_sources.sources import Source
 
-from rp_cli.finetune.options import FineTuning
-from rp_cli.hub.models import called, repository_of
-from rp_cli.merging.whole import Whole
-from rp_cli.options.declared import declared
-from rp_cli.options.kinds import OFF
-from rp_cli.runs.sources import Source
+from rp_export.whole import Whole
 
 _CARD = "README.md"
 _METRICS = "metrics.jsonl"
@@ -27,11 +24,15 @@ _DIGEST = "data_digest"
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a card is about. `how`: a word. `whole`: the weights, if they were written anew."""
+    """What a card is about. `how`: a word. `whole`: the weights, if they were written anew.
+
+    `options`: of the run, as a file for ``--config`` has them, without what is of a machine; empty to omit them.
+    """
 
     how: str
     source: Source
     whole: Whole | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def write_card(folder: Path, made: Made) -> None:
@@ -63,32 +64,27 @@ def _body(made: Made) -> Iterator[str]:
 
 
 def _of_run(made: Made, recipe: Mapping[str, Any]) -> Iterator[str]:
-    yield from ("", "## Recipe", "", "```yaml", *_options(recipe), "```", "", "## Data", "")
+    if made.options:
+        told = yaml.safe_dump(dict(made.options), sort_keys=False).splitlines()
+        yield from ("", "## Recipe", "", "```yaml", *told, "```")
+    yield from ("", "## Data", "")
     for name in ("data", "eval_data"):
-        yield from (f"- {name.replace('_', ' ')}: {_place(path)}" for path in recipe.get(name) or ())
+        yield from (f"- {name.replace('_', ' ')}: {without_folders(path)}" for path in recipe.get(name) or ())
     yield f"- SHA-256 of the tokens: {recipe.get(_DIGEST, 'unknown')}"
     losses = list(_losses(made.source.run))
     if losses:
         yield from ("", "## Losses", "", *losses)
 
 
-def _options(recipe: Mapping[str, Any]) -> list[str]:
-    """Return the options that the run was given or chose, as in a file for --config; of places, their names."""
-    known = declared(FineTuning)
-    said = {
-        one.name: True if one.kind is OFF else _place(recipe[field]) if one.kind.is_place else recipe[field]
-        for field, one in known.items()
-        # A flag that turns something off is given where the field is off.
-        if one.in_files and recipe.get(field) not in (None, one.kind is OFF, [])
-    }
-    return yaml.safe_dump(said, sort_keys=False).splitlines()
-
-
-def _place(value: Any) -> Any:
+def without_folders(value: Any) -> Any:
     """Return the last part of a path, or of those after ``disk:``: the others are of a machine."""
     if isinstance(value, str) and value.startswith("disk:"):
         return f"disk:{','.join(Path(one).name for one in value.removeprefix('disk:').split(','))}"
-    return [_place(one) for one in cast("list[Any]", value)] if isinstance(value, list) else Path(str(value)).name
+    return (
+        [without_folders(one) for one in cast("list[Any]", value)]
+        if isinstance(value, list)
+        else Path(str(value)).name
+    )
 
 
 def _losses(run: Path | None) -> Iterator[str]:

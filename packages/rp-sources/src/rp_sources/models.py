@@ -10,7 +10,7 @@ from typing import Any
 from rp_presets import brief
 from rp_trainer.errors import Refused
 
-from rp_cli.hub.names import HubName
+from rp_sources.names import HubName
 
 CONFIGURATION = ("config.json",)
 # Of the configuration and the tokenizer, in all their forms, without the images and logs of some repositories.

@@ -13,7 +13,7 @@ from rp_presets import Piece, StoredPacked, Streamed
 from rp_trainer.errors import Refused
 from torch import nn
 
-from rp_cli.merging.adapter import Adapter
+from rp_export.adapter import Adapter
 
 
 @dataclass(frozen=True, slots=True)

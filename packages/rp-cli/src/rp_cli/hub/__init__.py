@@ -1,1 +1,0 @@
-"""Models and data sets by their names on the Hugging Face hub."""

@@ -1,0 +1,14 @@
+"""A trained model for others: its adapter merged, as safetensors, GGUF or MLX, with a card, and on the hub.
+
+`whole` writes a model whose `weights` are read piece by piece, and merged by an `adapter` that has no model in
+memory.
+"""
+
+from rp_export.card import Made, write_card
+from rp_export.exporting import Exported, Manner, export, merge
+from rp_export.pushing import push
+from rp_export.whole import Whole, write_whole
+
+__version__ = "0.1.0"
+
+__all__ = ["Exported", "Made", "Manner", "Whole", "export", "merge", "push", "write_card", "write_whole"]

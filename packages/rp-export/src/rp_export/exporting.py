@@ -1,0 +1,127 @@
+"""Write the model of a run, with its adapter merged: as safetensors, as a GGUF file, or for MLX."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from rp_sources.sources import Source
+from rp_trainer.errors import Refused
+
+from rp_export.card import Made, write_card
+from rp_export.folder import check_output, made_whole
+from rp_export.formats import gguf, mlx
+from rp_export.whole import Whole, write_whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manner:
+    """How a model is exported.
+
+    `type`: of a GGUF file's numbers, as llama.cpp's converter names them. `adapter_only`: the adapter as a GGUF
+    file of its own. `unchecked`: keep a file whose values are not the model's. `llama_cpp`: a checkout, None for
+    that of ``ROUNDPIPE_LLAMA_CPP``. `unrounded`: of a run with packed weights, take those of the model's files.
+
+    >>> Manner(format="gguf", type="q8_0").unchecked
+    False
+
+    Raises `ValueError` for a format that is not there.
+    """
+
+    format: Literal["gguf", "safetensors", "mlx"] = "safetensors"
+    type: str = "auto"
+    adapter_only: bool = False
+    unchecked: bool = False
+    llama_cpp: Path | None = None
+    unrounded: bool = False
+
+    def __post_init__(self) -> None:
+        if self.format not in ("gguf", "safetensors", "mlx"):
+            raise ValueError(f"format must be gguf, safetensors or mlx, but is {self.format!r}")
+
+    def check(self) -> Path | None:
+        """Return the checkout of llama.cpp, if one is needed. Raises `Refused`, with what to install."""
+        if self.format == "mlx":
+            mlx.check_converter()
+        return gguf.check_converter(self.llama_cpp) if self.format == "gguf" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written. `told`: in words, compared with what. `whole`: the model, if it was written anew."""
+
+    told: str
+    whole: Whole | None = None
+
+
+def merge(
+    source: Source, output: Path, *, unrounded: bool = False, options: Mapping[str, Any] | None = None
+) -> Whole:
+    """Merge the adapter of a source into its model, and write that to a new folder, which transformers loads.
+
+    One weight at a time is in memory, beside the adapter. `unrounded`: of a run with packed weights, merge into
+    those of the model's files. `options`: of the run, for the card, see `Made`.
+
+    Raises `Refused` for what cannot be merged, `Unwritable` for what cannot be written.
+    """
+    check_output(output)
+    if source.adapter is None:
+        raise Refused(f"{source.model} is a whole model, so there is nothing to merge")
+    with made_whole(output) as folder:
+        whole = write_whole(folder, source, is_rounded=not unrounded)
+        write_card(folder, Made("merged", source, whole, options or {}))
+    return whole
+
+
+def export(
+    source: Source, output: Path, manner: Manner | None = None, *, options: Mapping[str, Any] | None = None
+) -> Exported:
+    """Write the model of a source, with its adapter merged, to a new folder; `options`: of the run, for the card.
+
+    Raises `Refused` for what cannot be exported, `Unwritable` for what cannot be written, or has other values.
+    """
+    manner = manner or Manner()
+    check_output(output)
+    checkout = manner.check()
+    if manner.adapter_only:
+        _check_adapter(source)
+    with made_whole(output) as folder:
+        done = _written(folder, source, manner, checkout)
+        write_card(folder, Made("exported", source, done.whole, options or {}))
+    return done
+
+
+def _check_adapter(source: Source) -> None:
+    if source.adapter is None:
+        raise Refused(f"--adapter-only: {source.model} is a whole model, and no adapter")
+    gguf.check_simple(source.adapter)
+
+
+def _written(folder: Path, source: Source, manner: Manner, checkout: Path | None) -> Exported:
+    if manner.adapter_only and checkout is not None and source.adapter is not None:
+        file, kind = folder / "adapter.gguf", manner.type
+        return Exported(
+            gguf.write_adapter_file(checkout, source.adapter, source.model, file, kind, unchecked=manner.unchecked)
+        )
+    if manner.format == "safetensors":
+        whole = write_whole(folder, source, is_rounded=not manner.unrounded)
+        return Exported(f"{whole.weights} weights in {' and '.join(whole.dtypes)}", whole)
+    # Beside the output, where there is room for it.
+    with TemporaryDirectory(dir=folder.parent, prefix=".exporting-") as place:
+        whole = write_whole(Path(place), source, is_rounded=not manner.unrounded)
+        return Exported(_converted(Path(place), folder, manner, checkout), whole)
+
+
+def _converted(model: Path, folder: Path, manner: Manner, checkout: Path | None) -> str:
+    if checkout is not None:
+        file = folder / "model.gguf"
+        return gguf.write_model_file(checkout, model, file, manner.type, unchecked=manner.unchecked)
+    # mlx_lm makes the folder itself.
+    made = model / "mlx"
+    told = mlx.write_folder(model, made, unchecked=manner.unchecked)
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+    return told

@@ -1,0 +1,55 @@
+"""Models are exported from Python as by the command; what cannot be is refused before anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rp_export import Made, Manner, export, merge, write_card
+from rp_sources import Source, Wanted, source_of
+from rp_trainer.errors import Refused
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Source:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    return source_of(Wanted(model))
+
+
+def test_a_format_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be gguf, safetensors or mlx, but is 'onnx'"):
+        Manner(format="onnx")
+
+
+def test_a_whole_model_has_nothing_to_merge_and_no_adapter(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Refused, match="nothing to merge"):
+        merge(source, tmp_path / "made")
+    monkeypatch.setattr("rp_export.formats.gguf.check_converter", lambda _: tmp_path)
+    with pytest.raises(Refused, match="no adapter"):
+        export(source, tmp_path / "made", Manner(format="gguf", adapter_only=True))
+    assert not (tmp_path / "made").exists()
+
+
+def test_nothing_is_written_over(source: Source) -> None:
+    with pytest.raises(Refused, match="must be a new or empty folder"):
+        export(source, source.model)
+
+
+def test_a_card_has_the_options_that_are_handed_in_alone(tmp_path: Path, source: Source) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "options.json").write_text('{"data": ["/home/me/data.jsonl"], "disk": "/mnt/secret"}')
+    of_run = Source(source.model, None, run, ())
+
+    write_card(tmp_path, Made("exported", of_run, options={"steps": 7}))
+    told = (tmp_path / "README.md").read_text()
+    write_card(tmp_path, Made("exported", of_run))
+
+    assert "```yaml\nsteps: 7\n```" in told
+    assert "- data: data.jsonl" in told
+    assert "secret" not in told
+    assert "Recipe" not in (tmp_path / "README.md").read_text()
