@@ -11,7 +11,8 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from roundpipe import RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
-from rp_presets import to_sequential
+from rp_generate.by_samples import BySamples
+from rp_presets import UnsupportedModel, to_sequential
 from seeing import NO_IMAGES, NO_ROW, NOT_BUILT, batch_of, seeing_families
 from test_families_on_devices import gradients
 from torch import nn
@@ -20,6 +21,8 @@ FAMILIES = seeing_families()
 # Images alike; patches of all images in one tensor, with deep-stack features; images of several sizes.
 SAMPLE = ("LlavaForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Mistral3ForConditionalGeneration")
 ROWS = [name for name in FAMILIES if name not in {*NOT_BUILT, *NO_ROW, *NO_IMAGES}]
+# Deep-stack features of the thinker of an omni model, with a cache.
+GENERATES_TEXT_ONLY = ("Qwen3OmniMoeThinkerForConditionalGeneration",)
 # Two images, none, one, none, and two: microbatches without images, and more images than samples.
 RAGGED = ((0, 1), (), (2,), (), (1, 0))
 PLACES = (("cpu:1", 1), ("cpu:2", 2), ("cpu:4", 3))
@@ -137,16 +140,76 @@ def test_a_forward_merges_features_of_images_that_some_microbatches_lack():
     torch.testing.assert_close(found.image_hidden_states, wanted.image_hidden_states, rtol=1e-4, atol=1e-5)
 
 
-def test_generating_with_images_is_refused_in_words():
-    model = without_dropout(FAMILIES["LlavaForConditionalGeneration"].build()).eval()
+# --- generating --------------------------------------------------------------------------------------------------
+
+
+def tokens(model: Any, batch: dict[str, Any], **options: Any) -> torch.Tensor:
+    torch.manual_seed(3)
+    given = {name: value for name, value in batch.items() if name != "labels" and value is not None}
+    return model.generate(**given, pad_token_id=0, max_new_tokens=4, min_new_tokens=4, **options)
+
+
+def twice(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """Each sample two times, with its images: transformers repeats those of some models in another order."""
+    batch = {name: value for name, value in batch.items() if value is not None}
+    samples = torch.arange(len(batch["input_ids"]))
+    return BySamples(to_sequential(copy.deepcopy(model)), batch).chosen(samples.repeat_interleave(2), len(samples))
+
+
+def assert_generates_as_plainly(name: str, devices: str, microbatches: int) -> None:
+    model = without_dropout(FAMILIES[name].build()).eval()
+    batch = batch_of(model, RAGGED)
+    greedy = tokens(model, batch)
+    sampled = tokens(model, twice(model, batch), do_sample=True)
+    beams = tokens(model, batch, num_beams=2) if name in SAMPLE else None
+
+    with Runtime(devices) as runtime:
+        settings = {"roundpipe_run_config": RoundPipeRunConfig(num_microbatch=microbatches)}
+        wrapped = wrap_model_to_roundpipe(model, True, runtime=runtime)
+        assert torch.equal(tokens(wrapped, batch, **settings), greedy)
+        assert torch.equal(tokens(wrapped, batch, do_sample=True, num_return_sequences=2, **settings), sampled)
+        assert beams is None or torch.equal(tokens(wrapped, batch, num_beams=2, **settings), beams)
+
+
+@pytest.mark.parametrize(("devices", "microbatches"), PLACES)
+@pytest.mark.parametrize("name", [name for name in SAMPLE if name in FAMILIES])
+def test_a_model_that_sees_generates_on_devices_as_plainly(name, devices, microbatches, monkeypatch):
+    # Tiny models would fit on the first device.
+    monkeypatch.setattr("rp_engine.planning.with_state._SHARE", 0.0)
+    assert_generates_as_plainly(name, devices, microbatches)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("devices", "microbatches"), PLACES)
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in {*SAMPLE, *GENERATES_TEXT_ONLY}])
+def test_every_other_model_that_sees_generates_on_devices_as_plainly(name, devices, microbatches, monkeypatch):
+    monkeypatch.setattr("rp_engine.planning.with_state._SHARE", 0.0)
+    assert_generates_as_plainly(name, devices, microbatches)
+
+
+def test_towers_run_once_for_prompts_that_repeat_and_not_for_each_token():
+    model = without_dropout(FAMILIES["Qwen3VLForConditionalGeneration"].build()).eval()
+    batch = batch_of(model, ((0,), (0, 1), ()))
+
+    with Runtime("cpu:1") as runtime:
+        wrapped = wrap_model_to_roundpipe(model, True, runtime=runtime)
+        shapes: list[int] = []
+        seeing = next(module for name, module in wrapped.model.named_modules() if name.endswith("visual.inner"))
+        seeing.register_forward_pre_hook(lambda _, given: shapes.append(len(given[0])))
+        tokens(wrapped, batch, do_sample=True, num_return_sequences=4)
+
+    assert shapes == [len(batch["pixel_values"])]
+
+
+def test_generating_with_videos_is_refused_in_words():
+    model = without_dropout(FAMILIES["Qwen3VLForConditionalGeneration"].build()).eval()
     batch = batch_of(model, RAGGED)
 
     with Runtime("cpu:1") as runtime:
         wrapped = wrap_model_to_roundpipe(model, True, runtime=runtime)
-        with pytest.raises(
-            NotImplementedError, match="generate with pixel_values does not run on the devices yet"
-        ):
-            wrapped.generate(batch["input_ids"], pixel_values=batch["pixel_values"], max_new_tokens=2)
+        with pytest.raises(UnsupportedModel, match="pixel_values_videos cannot be given: the row knows only how"):
+            wrapped.generate(batch["input_ids"], pixel_values_videos=batch["pixel_values"], max_new_tokens=2)
 
 
 @pytest.mark.parametrize("count", [3, 4])

@@ -120,8 +120,21 @@ class WithCaches:
         }
         return rp_batch.split((args, {**kwargs, **apart}), len(sizes), self._spec(kwargs))
 
-    def merge(self, outputs: Sequence[Any], parts: rp_batch.Parts[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the output of the batch, with the caches that the call was given."""
+    def merge(
+        self,
+        outputs: Sequence[Any],
+        parts: rp_batch.Parts[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        for_loop: bool = False,
+    ) -> Any:
+        """Return the output of the batch, with the caches that the call was given.
+
+        `for_loop`: the caller is the model's own `generate`, which reads logits and caches, and what it asks for:
+        of the rest, such as lists with an entry for each image, microbatches may have other numbers.
+        """
+        if for_loop and not any(name.startswith("output_") and value for name, value in kwargs.items()):
+            outputs = [_of_loop(output, self._row.cache_arguments) for output in outputs]
         given = {id(part[1][name]): cache for name, cache in self._caches(kwargs).items() for part in parts}
         whole = [rp_batch.map_leaves(lambda leaf: given.get(id(leaf), leaf), output) for output in outputs]
         return of_batch(whole, parts)
@@ -135,3 +148,8 @@ class WithCaches:
     def _num_rows(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
         others = {name: value for name, value in kwargs.items() if name not in self._caches(kwargs)}
         return rp_batch.split((args, others), 1, self._spec(others)).batch_size
+
+
+def _of_loop(output: Any, caches: Collection[str]) -> Any:
+    """An output of transformers with its logits and caches alone."""
+    return type(output)(**{name: value for name, value in output.items() if name == "logits" or name in caches})

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
-import rp_batch
 import torch
 from torch import Tensor
 
+from rp_generate.by_samples import BySamples
 from rp_generate.row import Row
 
 # So many of the rows must have ended before they leave: those that stay are copied then.
@@ -72,13 +71,12 @@ class FewerRows:
             output.logits = full.index_copy(0, rows.to(logits.device), logits)
             return output
 
-        return Chosen(self._with_rows(kwargs, rows, num_rows), whole)
+        return Chosen(BySamples(self._row, kwargs).chosen(rows, num_rows), whole)
 
     def _once(self, cache: Any, kwargs: dict[str, Any], num_rows: int) -> Chosen:
         """A prompt's call with one row of those that are the same, if there are such."""
-        again = torch.zeros(num_rows - 1, dtype=torch.bool).logical_not()
-        for tensor in self._tensors(kwargs):
-            again &= (tensor[1:] == tensor[:-1]).flatten(1).all(1).cpu()
+        arguments = BySamples(self._row, kwargs)
+        again = arguments.repeats(num_rows)
         if not again.any():
             return Chosen(kwargs, _as_it_is)
         is_first = torch.cat([torch.ones(1, dtype=torch.bool), ~again])
@@ -92,7 +90,7 @@ class FewerRows:
             output.logits = output.logits[index.to(output.logits.device)]
             return output
 
-        return Chosen(self._with_rows(kwargs, is_first.nonzero()[:, 0], num_rows), whole)
+        return Chosen(arguments.chosen(is_first.nonzero()[:, 0], num_rows), whole)
 
     def _let_go(self, cache: Any, num_rows: int) -> None:
         """Remove samples from a cache that have ended, once they are many."""
@@ -110,36 +108,11 @@ class FewerRows:
         main = self._main(kwargs)
         if self._row.training or asks or not main:
             return None
-        found = {len(tensor) if tensor.ndim else -1 for tensor in self._tensors(kwargs)}
+        found = {len(tensor) if tensor.ndim else -1 for tensor in BySamples(self._row, kwargs).tensors}
         return found.pop() if len(found) == 1 else None
 
     def _main(self, kwargs: Mapping[str, Any]) -> list[Tensor]:
         return [kwargs[name] for name in self._row.main_arguments if kwargs.get(name) is not None]
-
-    def _tensors(self, kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors of a call that have samples, with these first."""
-        dims = self._row.sample_dimensions(kwargs)
-        return [
-            leaf.movedim(dims.get(name, 0), 0)
-            for name, value in kwargs.items()
-            if name not in self._row.whole_arguments
-            for leaf in rp_batch.flatten(value)[0]
-            if isinstance(leaf, Tensor)
-        ]
-
-    def _with_rows(self, kwargs: Mapping[str, Any], rows: Tensor, num_rows: int) -> dict[str, Any]:
-        dims = self._row.sample_dimensions(kwargs)
-
-        def chosen(leaf: Any, dim: int) -> Any:
-            has_rows = isinstance(leaf, Tensor) and leaf.shape[dim] == num_rows
-            return leaf.index_select(dim, rows.to(leaf.device)) if has_rows else leaf
-
-        return {
-            name: value
-            if name in self._row.whole_arguments
-            else rp_batch.map_leaves(partial(chosen, dim=dims.get(name, 0)), value)
-            for name, value in kwargs.items()
-        }
 
 
 def recorded(kwargs: Mapping[str, Any], note: Callable[[Tensor], None]) -> dict[str, Any]:

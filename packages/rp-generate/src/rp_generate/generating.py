@@ -11,6 +11,7 @@ import rp_batch
 import torch
 from torch import nn
 
+from rp_generate.by_samples import BySamples
 from rp_generate.fewer_rows import FewerRows, recorded
 from rp_generate.row import DividesCaches, Row
 
@@ -31,10 +32,11 @@ def generated(
     the number of rows that stay together, a sample's beams, what divides the caches of a call that the loop makes.
     `make_room`: see `FewerRows`.
 
-    Raises `NotImplementedError` for images; `ValueError` for a model that makes a cache in forward, and for a PEFT
+    Images go to forward as pixels, with the samples whose placeholders they fill.
+
+    Raises what the row raises for images; `ValueError` for a model that makes a cache in forward, and for a PEFT
     model that learns prompts, whose `generate` does more than its inner model's.
     """
-    _refuse_pixels(kwargs)
     moved = rp_batch.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, kwargs)
     given = rp_batch.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, args)
     inner = _inner(model)
@@ -44,18 +46,9 @@ def generated(
     # A cache of the caller's keeps all samples.
     is_given = any(kwargs.get(name) is not None for name in row.cache_arguments)
     note = None if is_given else own.rows.note_ended
-    found = _with_forward(inner, own, device, note).generate(*given, **moved)
+    found = _with_forward(inner, own, device, note, row).generate(*given, **moved)
     home = _device_of((args, kwargs))
     return rp_batch.map_leaves(lambda leaf: leaf.to(home) if isinstance(leaf, torch.Tensor) else leaf, found)
-
-
-def _refuse_pixels(kwargs: Mapping[str, Any]) -> None:
-    for name, value in kwargs.items():
-        if name.startswith("pixel_values") and value is not None:
-            raise NotImplementedError(
-                f"generate with {name} does not run on the devices yet: its loop runs the towers by itself; call "
-                "generate of the user's own model after synchronize(), which runs it on the host"
-            )
 
 
 # What the loop is given for itself, and hands to forward, too, which has no use for it.
@@ -84,13 +77,15 @@ class _Forward:
         # Of the loop's own cache.
         self._cache_kind: type[Any] | None = None
         self._caches = row.cache_arguments
+        self._row = row
         self._divided = divided
         self.rows = FewerRows(row, make_room)
         self._keeps_all = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it. The loop reads the last position's logits."""
-        kwargs = {name: value for name, value in kwargs.items() if name not in _OF_THE_LOOP}
+        unused = _OF_THE_LOOP | _without_pixels(self._row, kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in unused}
         if kwargs.get("use_cache") and all(kwargs.get(name) is None for name in self._caches):
             kwargs[self._caches[0]] = self._own_cache()
         elif self._cache_kind is None:
@@ -141,6 +136,13 @@ class _Forward:
         return [_length(kwargs[name]) for name in self._caches if kwargs.get(name) is not None]
 
 
+def _without_pixels(row: Row, kwargs: Mapping[str, Any]) -> frozenset[str]:
+    """The arguments that describe images which are not given: the loop keeps them after the prompt's call."""
+    given = [kwargs[name] for name in row.image_arguments if kwargs.get(name) is not None]
+    has_pixels = any(torch.is_tensor(value) and value.is_floating_point() for value in given)
+    return frozenset() if has_pixels else frozenset(row.image_arguments)
+
+
 def _length(cache: Any) -> int | None:
     try:
         return int(cache.get_seq_length())
@@ -186,10 +188,11 @@ def _with_forward(
     forward: Callable[..., Any],
     device: torch.device,
     note: Callable[[torch.Tensor], None] | None,
+    row: Row,
 ) -> Any:
     """A shallow copy of a model that says it is on `device`, and whose forward is another one.
 
-    `note`: is told which samples have ended, if it is given.
+    `note`: is told which samples have ended, if it is given. `row`: what forward runs.
     """
     # Any: forwards have parameters of their own, which `generate` reads.
     kind: Any = type(model)
@@ -203,9 +206,40 @@ def _with_forward(
     def sample(self: object, *args: Any, **kwargs: Any) -> Any:
         return kind._sample(self, *args, **(kwargs if note is None else recorded(kwargs, note)))
 
+    def expanded(self: object, expand_size: int = 1, *args: Any, **kwargs: Any) -> Any:
+        others, images = (kwargs, {}) if expand_size == 1 else _with_images_repeated(row, expand_size, kwargs)
+        ids, found = kind._expand_inputs_for_generation(self, expand_size, *args, **others)
+        return ids, found | images
+
     copied = copy.copy(model)
     vars(copied).pop("forward", None)
-    on_device = property(lambda self: device)  # noqa: ARG005
-    body = {"forward": run, "_sample": sample, "device": on_device, "__module__": kind.__module__}
+    body: dict[str, Any] = {
+        "forward": run,
+        "_sample": sample,
+        # Of those who take them, the loop would run the towers by itself, on the host.
+        "_supports_mm_encoder_outputs": _no,
+        "_expand_inputs_for_generation": expanded,
+        "device": property(lambda self: device),  # noqa: ARG005
+        "__module__": kind.__module__,
+    }
     copied.__class__ = type(kind.__name__, (kind,), body)
     return copied
+
+
+def _no(self: object) -> bool:
+    del self
+    return False
+
+
+def _with_images_repeated(row: Row, times: int, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a call's arguments without images, and the images, those of each sample so many times.
+
+    The loop repeats the entries of each tensor's first dimension, which may be patches.
+    """
+    arguments = BySamples(row, kwargs)
+    if not arguments.images:
+        return kwargs, {}
+    num_samples = len(next(iter(arguments.images.values())))
+    samples = torch.arange(num_samples).repeat_interleave(times)
+    others = {name: value for name, value in kwargs.items() if name not in arguments.images}
+    return others, arguments.images_of(samples)

@@ -12,16 +12,22 @@ class Row(Protocol):
     """What a row of layers that takes caches knows of them.
 
     `cache_arguments`: names of arguments of forward that hold one. `main_arguments`: names of those whose first
-    dimension is the batch. `whole_arguments`: of those that have no such dimension. `training`: the layers' flag.
+    dimension is the batch. `whole_arguments`: of those that have no such dimension. `image_arguments`: of those
+    that hold images, or describe them. `training`: the layers' flag.
     """
 
     cache_arguments: Sequence[str]
     main_arguments: Sequence[str]
     whole_arguments: Collection[str]
+    image_arguments: Collection[str]
     training: bool
 
     def sample_dimensions(self, arguments: Mapping[str, Any]) -> Mapping[str, int]:
         """Return which dimension is the batch, by name of the arguments in which it is not the first."""
+        ...
+
+    def entries_of_samples(self, arguments: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
+        """Return how many entries each sample has, by name of the arguments that hold images."""
         ...
 
     def cache_tells_samples(self, cache: Any) -> bool:

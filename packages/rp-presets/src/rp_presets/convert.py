@@ -63,6 +63,11 @@ class Row(nn.Sequential):
             module.training = layers[0].training
 
     @property
+    def image_arguments(self) -> tuple[str, ...]:
+        """Names of the arguments that hold images, or describe them; empty if it takes none."""
+        return self._images.names
+
+    @property
     def refuses_images(self) -> str:
         """Why it takes no images, though its model does; empty otherwise."""
         return self._images.reason if isinstance(self._images, Unseen) else ""

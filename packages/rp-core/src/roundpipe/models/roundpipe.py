@@ -226,7 +226,8 @@ class RoundPipe(RoundPipeBase):
         divided = WithCaches(cast("Row", self.model), count, config.split_input)
         parts = divided.split(args, kwargs)
         outputs = self._engine.aside.forward_with_state(parts, arrivals, config)
-        return placed(divided.merge(outputs, parts, kwargs), config)
+        is_of_loop = self._under_way == "generate"
+        return placed(divided.merge(outputs, parts, kwargs, for_loop=is_of_loop), config)
 
     def _passed_on(self, name: str, found: Any) -> Any:
         if name == "generate" and ismethod(found) and self._cache_arguments:

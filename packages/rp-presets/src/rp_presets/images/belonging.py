@@ -101,6 +101,7 @@ class Unseen:
     """Images that a row cannot take. `reason`: what prevents it."""
 
     reason: str
+    names: ClassVar[tuple[str, ...]] = ()
     dims: ClassVar[Mapping[str, int]] = {}
 
     def entries(self, arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
