@@ -39,6 +39,7 @@ from rp_engine import (
     WholeModel,
 )
 from rp_engine.wrapping import Compute, FrozenDisk, MasterKind, PinMode, check_compute
+from rp_generate import Row as GeneratingRow
 from rp_generate import generated
 from rp_optim import Disk
 from rp_packing import Fp8
@@ -247,8 +248,8 @@ class RoundPipe(RoundPipeBase):
         try:
             # Each token has keys of another length, which layers would be compiled for anew.
             with torch.no_grad(), torch.compiler.set_stance("force_eager"), self._engine.aside.keeping_weights():
-                row, make_room = cast("Row", self.model), self._engine.aside.make_room
-                dividing = partial(WithCaches, row, count, None)
+                row, make_room = cast("GeneratingRow", self.model), self._engine.aside.make_room
+                dividing = partial(WithCaches, cast("Row", self.model), count, None)
                 return generated(model, forward, device, row, dividing, make_room, args, kwargs)
         finally:
             self._own("_under_way", before)
