@@ -6,8 +6,8 @@ import logging
 import sys
 
 from rp_cli.telling.console import log_printed
-from rp_cli.telling.progress import Progress
-from rp_cli.telling.terminal import say
+from rp_reports.progress import Progress
+from rp_reports.terminal import say
 from rp_strangers.visible import visible_output
 from rp_trainer.finetuning.reports import StepFigures
 

@@ -10,9 +10,9 @@ import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rp_cli.commands import bench
 from rp_cli.main import main
 from rp_cli.recipes.catalogue import recipes
+from rp_estimate import calibrating
 from rp_estimate.machine.calibration import Calibration
 
 LINE = Calibration(
@@ -113,8 +113,8 @@ def test_a_machine_is_measured_and_foretold_by_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
-    monkeypatch.setattr(bench, "_ON_CPUS", bench._ON_CPUS | small)
-    monkeypatch.setattr(bench, "_CPU_SEQUENCE", 8)
+    monkeypatch.setattr(calibrating, "_ON_CPUS", calibrating._ON_CPUS | small)
+    monkeypatch.setattr(calibrating, "_CPU_SEQUENCE", 8)
 
     _is_foretold(capsys)
 

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rp_cli.main import main
-from rp_cli.telling.charts import Line, chart
-from rp_cli.telling.page import Page, page
+from rp_reports.charts import Line, chart
+from rp_reports.page import Page, page
 from rp_trainer.errors import Unwritable
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")

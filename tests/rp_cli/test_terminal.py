@@ -11,8 +11,8 @@ import pytest
 import screens
 from hypothesis import given
 from hypothesis import strategies as st
-from rp_cli.telling.progress import Progress, laid_out
-from rp_cli.telling.terminal import wrapped
+from rp_reports.progress import Progress, laid_out
+from rp_reports.terminal import wrapped
 
 PROGRAM = str(Path(a_training.__file__))
 PICTURES = Path(__file__).parent / "terminal"

@@ -12,9 +12,9 @@ from typing import Any
 import finetuning
 import pytest
 from rp_cli.main import main
-from rp_cli.telling import trackers
 from rp_cli.telling.console import log_printed
-from rp_cli.telling.trackers import Tracked
+from rp_reports import trackers
+from rp_reports.trackers import Tracked
 from rp_trainer.errors import Refused, Unwritable
 from rp_trainer.finetuning.reports import Reports
 

@@ -38,6 +38,7 @@ def layers(module: str) -> list[list[str]]:
         ("rp-data", "rp_data"),
         ("rp-estimate", "rp_estimate"),
         ("rp-export", "rp_export"),
+        ("rp-reports", "rp_reports"),
         ("rp-sources", "rp_sources"),
         ("rp-checkpoint", "rp_checkpoint"),
         ("rp-engine", "rp_engine"),

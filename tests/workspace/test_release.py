@@ -116,6 +116,7 @@ def test_a_package_is_released_after_what_it_needs(clone):
         "rp-adapters",
         "rp-estimate",
         "rp-sources",
+        "rp-reports",
         "rp-export",
         "rp-cli",
     )

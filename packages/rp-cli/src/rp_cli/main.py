@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from rp_reports.terminal import say
 from rp_strangers.visible import visible_output
 from rp_trainer.errors import Diverged, Lost, Refused, ToldElsewhere, Unwritable
 from rp_trainer.stopping import Interrupted
@@ -16,7 +17,6 @@ from rp_cli.arguments import COMMANDS, Command, parse
 from rp_cli.options.config_file import with_config
 from rp_cli.options.declared import Given, declared, read
 from rp_cli.telling.streams import silence
-from rp_cli.telling.terminal import say
 
 FAILED = 1
 REFUSED = 2

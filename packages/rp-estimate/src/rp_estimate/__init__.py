@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rp_estimate.answer.line import as_json
     from rp_estimate.answer.summary import as_summary
     from rp_estimate.answer.text import as_text
+    from rp_estimate.calibrating import calibrate
     from rp_estimate.cases import case_of, machine_of, workload_of
     from rp_estimate.foretold import Case, Foretold, Planned, foretell
     from rp_estimate.machine.hardware import Machine, measured
@@ -39,6 +40,7 @@ _WHERE = {
     "as_json": "answer.line",
     "as_summary": "answer.summary",
     "as_text": "answer.text",
+    "calibrate": "calibrating",
     "case_of": "cases",
     "changes": "advice",
     "foretell": "foretold",
@@ -65,6 +67,7 @@ __all__ = [
     "as_json",
     "as_summary",
     "as_text",
+    "calibrate",
     "card_named",
     "case_of",
     "changes",

@@ -19,6 +19,7 @@ from rp_estimate.machine.drive import USUAL_RATES, Drive
 from rp_estimate.machine.hardware import Machine
 from rp_estimate.machine.network import ONE_MACHINE, Network
 from rp_estimate.request import Request
+from rp_estimate.saying import Say, silent
 from rp_estimate.workload import Workload
 
 # The rank that is proposed for adapters.
@@ -66,18 +67,11 @@ class Proposal:
         return Change(self.option, foretell(self.case, settles=False))
 
 
-Say = Callable[[str], None]
-"""Is told what is worked on."""
-
 Tried = Callable[[Iterable[Proposal]], Iterator[Change]]
 """Foretells proposals, without those that cannot fit."""
 
 
-def _silent(_: str) -> None:
-    pass
-
-
-def changes(request: Request, now: Foretold, say: Say = _silent) -> list[Change]:
+def changes(request: Request, now: Foretold, say: Say = silent) -> list[Change]:
     """Where it does not fit: what fits then, smallest changes first; otherwise what pays, fastest first.
 
     `now`: what is foretold of the request. Each is foretold as the command itself would with these options, so it

@@ -13,12 +13,12 @@ from rp_estimate.foretold import Case, foretell
 from rp_estimate.machine.network import ONE_MACHINE
 from rp_estimate.meta.meta_model import try_if_unusual
 from rp_estimate.request import Request
+from rp_reports.terminal import say
 from rp_sources.models import CONFIGURATION, fetched
 from rp_sources.names import model_named
 
 from rp_cli.planning.options import PlanOptions
 from rp_cli.telling.status import status
-from rp_cli.telling.terminal import say
 
 # Of a request, what options say otherwise.
 _OTHERWISE = ("model", "network")

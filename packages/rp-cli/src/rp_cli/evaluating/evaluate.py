@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from roundpipe import RoundPipe
+from rp_reports.terminal import say
 from rp_sources.sources import Source, source_of
 from rp_trainer.errors import Refused
 from rp_trainer.stopping import Interrupted, Interruption
@@ -17,7 +18,6 @@ from tqdm import tqdm
 from rp_cli.evaluating.held_out import HeldOut, held_out
 from rp_cli.evaluating.options import EvalOptions
 from rp_cli.talking.speaker import checked_tokenizer, model_of
-from rp_cli.telling.terminal import say
 
 
 def evaluate(options: EvalOptions) -> None:

@@ -12,6 +12,10 @@ from typing import Any
 
 from roundpipe import RoundPipe, Runtime
 from rp_adapters.making import check_installed
+from rp_reports.page import Page
+from rp_reports.progress import Progress
+from rp_reports.terminal import say
+from rp_reports.trackers import Tracked, check_trackers
 from rp_sched.report.render import svg
 from rp_sources.trained_on import KEY
 from rp_trainer.errors import Refused
@@ -43,11 +47,7 @@ from rp_cli.finetune.options import FineTuning
 from rp_cli.finetune.places import check_places
 from rp_cli.finetune.resumed import CLOCK, check_same, clock_of, extended, is_extended, refuse_replaced
 from rp_cli.options.declared import declared
-from rp_cli.telling.page import Page
-from rp_cli.telling.progress import Progress
 from rp_cli.telling.streams import telling
-from rp_cli.telling.terminal import say
-from rp_cli.telling.trackers import Tracked, check_trackers
 
 _FLAGS = {name: one.flag for name, one in declared(FineTuning).items() if name in Names.__dataclass_fields__}
 NAMES = Names(**_FLAGS, folder="--output", same_call="the same command with")

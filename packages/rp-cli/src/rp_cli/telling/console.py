@@ -7,9 +7,8 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from rp_reports.terminal import columns, wrapped
 from tqdm import tqdm
-
-from rp_cli.telling.terminal import columns, wrapped
 
 # Where the fine-tuner logs.
 _LOG = logging.getLogger("rp_trainer")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
-Say = Callable[[str], None]
+from rp_estimate.saying import Say, silent
 
 
 @contextmanager
@@ -18,17 +18,13 @@ def status() -> Generator[Say]:
     ...     say("planning")
     """
     if not sys.stderr.isatty():
-        yield _silent
+        yield silent
         return
     try:
         yield _say
     finally:
         _say("")
         _write("\r")
-
-
-def _silent(_: str) -> None:
-    pass
 
 
 def _say(text: str) -> None:

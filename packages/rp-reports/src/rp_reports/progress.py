@@ -11,7 +11,7 @@ from rp_engine.estimates import readable_bytes
 from rp_trainer.finetuning.reports import StepFigures
 from tqdm import tqdm
 
-from rp_cli.telling.terminal import columns, wrapped
+from rp_reports.terminal import columns, wrapped
 
 # A bar has at least so many characters, and at most.
 _LEAST, _MOST = 8, 40

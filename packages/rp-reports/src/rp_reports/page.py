@@ -12,7 +12,7 @@ from rp_trainer.errors import Unwritable
 from rp_trainer.finetuning.files import METRICS, OPTIONS, REPORT, writing
 from rp_trainer.finetuning.reports import StepFigures
 
-from rp_cli.telling.charts import Line, Point, chart
+from rp_reports.charts import Line, Point, chart
 
 Row = Mapping[str, Any]
 _GB = 1e9
