@@ -376,6 +376,14 @@ static void fill_matrix(rpo_job *job, const options *o) {
     fill_update(job, o);
 }
 
+static void choose_codes(options *o) { o->param = RPO_BFLOAT16; }
+
+static void fill_codes(rpo_job *job, const options *o) {
+    fill_matrix(job, o);
+    job->codes = make_array(BYTES, job->count, 0);
+    job->code_scales = make_array(FLOAT32, job->batch * job->rows, 0);
+}
+
 /* For benchmarks: takes words of 8 bytes, so its arrays start at such. */
 static void fill_traffic(rpo_job *job, const options *o) {
     const int64_t count = job->count;
@@ -411,6 +419,7 @@ static const kernel kernels[] = {
     {"rpo_matrix_squares", choose_squares, fill_matrix, 1},
     {"rpo_matrix_norm", choose_squares, fill_matrix, 1},
     {"rpo_matrix_apply", choose_move, fill_matrix, 1},
+    {"rpo_code_rows", choose_codes, fill_codes, 1},
     {"rpo_rewrite", choose_rewrite, fill_traffic, 0},
     {"rpo_traffic", choose_traffic, fill_traffic, 0},
 };

@@ -214,8 +214,7 @@ class Gathering:
             return False
         copies.wait()
         copies.tell(tracer)
-        written = block.host_tensors() if block.back is None else (block.back,)
-        self._state.backend.host_touch(write=written, what="weights from other machines")
+        self._state.backend.host_touch(write=block.written_tensors(), what="weights from other machines")
         return True
 
     def _refuse_changed(self, block: Block) -> None:
@@ -243,6 +242,7 @@ class Gathering:
                 block.back_values[index].copy_(block.tensors[index])
             if is_split(master := masters[index]):
                 master.move_to(block.back_values[index])
+            block.note_result(index)
             block.complete[index] = masters[index]._version
 
     def apart(self) -> dict[torch.Tensor, torch.Tensor]:

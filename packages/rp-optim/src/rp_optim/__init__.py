@@ -32,7 +32,7 @@ from rp_optim.optimizers.state_size import state_bytes
 from rp_optim.pair import GradientPair
 from rp_optim.places.deferred import Deferred
 from rp_optim.places.on_disk import Disk
-from rp_optim.publish import write_weights
+from rp_optim.publish import write_row_codes, write_weights
 from rp_optim.scaler import GradScaler
 from rp_optim.worker import OptimizerThread
 
@@ -79,5 +79,6 @@ __all__ = [
     "state_bytes",
     "unlink",
     "use_kernel",
+    "write_row_codes",
     "write_weights",
 ]

@@ -7,9 +7,12 @@ from rp_packing.formats.by_name import FORMATS, format_of
 from rp_packing.frozen import PackedBytes, pack_frozen, unpack_frozen
 from rp_packing.kernel.choice import refusal
 from rp_packing.layout import CodeLayout
+from rp_packing.products.elsewhere import nothing
 from rp_packing.products.layers import Fp8Choice, Fp8Linear, become, choose, codes_bytes
+from rp_packing.products.only_multiplied import only_multiplied, reads_codes_alone
 from rp_packing.products.recipe import Fp8
 from rp_packing.products.scaled import refusal as fp8_refusal
+from rp_packing.rows import Rows
 from rp_packing.services import Services, lend
 from rp_packing.weight import PackedWeight, as_parameter, expand, expansion_bytes, packed_weights
 
@@ -30,6 +33,7 @@ __all__ = [
     "PackedBytes",
     "PackedTwin",
     "PackedWeight",
+    "Rows",
     "Services",
     "as_parameter",
     "become",
@@ -40,8 +44,11 @@ __all__ = [
     "format_of",
     "fp8_refusal",
     "lend",
+    "nothing",
+    "only_multiplied",
     "pack_frozen",
     "packed_weights",
+    "reads_codes_alone",
     "refusal",
     "unpack_frozen",
 ]

@@ -8,6 +8,8 @@ import torch
 from rp_optim import write_weights
 from rp_transfer import Backend, Group, Kind, MappedFiles, Piece, Turns
 
+from rp_state.codes.layout import DTYPE, CodedLayout, CodedWeight
+from rp_state.codes.published import PublishedCodes
 from rp_state.frozen.source import DiskPart
 from rp_state.gradient import Gradient
 from rp_state.master import is_split
@@ -27,6 +29,7 @@ class Block:
 
     `back`: a second block or None. A step writes its result there while devices read `memory`; publication swaps
     the two. `complete`: the parameters whose result is in `back`, as index and master's version at that time.
+    `codes`: FP8 codes of some of the weights, which may travel in their place; None: it has none.
     `segments`: which machine owns which part. `additions`: how often the last microbatch of any task added to each
     gradient; 0 if there was none. `leaves_early`: whether its gradients may leave before a task's end.
     """
@@ -56,6 +59,7 @@ class Block:
         self.back: torch.Tensor | None = None
         self.back_values: list[torch.Tensor] = []
         self.complete: dict[int, int] = {}
+        self.codes: PublishedCodes | None = None
         self.additions = [0] * len(group.tensors)
         self.leaves_early = True
         # Of trained weights.
@@ -88,16 +92,53 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on a device."""
+        """Bytes on a device, without codes."""
         return self.layout.nbytes
 
+    def form(self, *, coded: bool) -> tuple[int, torch.dtype]:
+        """Return the elements and the dtype of its memory on a device; `coded`: with codes in place of weights."""
+        if coded and self.codes is not None:
+            return self.codes.layout.nbytes, DTYPE
+        return self.layout.numel, self.layout.dtype
+
+    def carries_codes(self, memory: torch.Tensor) -> PublishedCodes | None:
+        """Return the codes if memory on a device, of one of its forms, has some."""
+        return self.codes if self.layout.dtype != DTYPE and memory.dtype == DTYPE else None
+
     def pieces(self, target: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs (slice of `target`, host tensor) that together copy the block; `target`: (numel,) on a device."""
-        if self.memory is not None:
+        """Pairs (slice of `target`, host tensor) that together copy the block; `target`: one of its forms."""
+        if (codes := self.carries_codes(target)) is not None:
+            yield target[: codes.layout.codes_nbytes], codes.memory
+            yield from self._pieces_beside(codes.layout, target)
+        elif self.memory is not None:
             yield target, self.memory
+        else:
+            yield from self._pieces_of(range(len(self.values)), target)
+
+    def _pieces_of(
+        self, indices: Iterable[int], target: torch.Tensor
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        for index in indices:
+            span = self.layout.spans[index]
+            yield target[span.offset : span.offset + span.numel], self.values[index].view(-1)
+
+    def _pieces_beside(
+        self, layout: CodedLayout, target: torch.Tensor
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        if self.memory is None:
+            for index, view in layout.others(target).items():
+                yield view.view(-1), self.values[index].view(-1)
             return
-        for span, value in zip(self.layout.spans, self.values, strict=True):
-            yield target[span.offset : span.offset + span.numel], value.view(-1)
+        for start, stop, place in layout.rest:
+            nbytes = (stop - start) * self.layout.dtype.itemsize
+            yield target[place : place + nbytes].view(self.layout.dtype), self.memory[start:stop]
+
+    def views(self, memory: torch.Tensor) -> list[torch.Tensor | CodedWeight]:
+        """View all tensors in memory on a device, of one of its forms; weights with codes there as these."""
+        if (codes := self.carries_codes(memory)) is None:
+            return [*self.layout.views(memory)]
+        found = {**codes.layout.weights(memory), **codes.layout.others(memory)}
+        return [found[index] for index in range(len(self.tensors))]
 
     def pieces_on_disk(self, target: torch.Tensor) -> Iterable[Piece]:
         """Pairs (slice of `target`, what is read into it), as `pieces`, of a block on disk."""
@@ -107,10 +148,43 @@ class Block:
         """Return the host memory that `pieces` reads."""
         return self.values if self.memory is None else (self.memory,)
 
+    def read_tensors(self) -> Sequence[torch.Tensor]:
+        """Return the host memory that uploads read, in any form."""
+        return self.host_tensors() if self.codes is None else (*self.host_tensors(), self.codes.memory)
+
     def make_back(self, backend: Backend) -> None:
         """Allocate the second block."""
         self.back = backend.host_empty((self.layout.numel,), self.layout.dtype)
         self.back_values = self.layout.storages(self.back)
+        if self.codes is not None:
+            self.codes.make_back(backend)
+
+    def make_codes(self, backend: Backend, layout: CodedLayout) -> None:
+        """Allocate codes of some weights, to be made by `PublishedCodes.renew`; no step may be running."""
+        self.codes = PublishedCodes(backend, layout)
+        if self.back is not None:
+            self.codes.make_back(backend)
+
+    def begin_results(self) -> None:
+        """Forget the results of a step that has failed, before the next one makes some."""
+        self.complete = {}
+        if self.codes is not None:
+            self.codes.begin()
+
+    def written_tensors(self) -> Sequence[torch.Tensor]:
+        """Return the host memory that results are written to."""
+        written = self.host_tensors() if self.back is None else (self.back,)
+        return written if self.codes is None else (*written, self.codes.target)
+
+    def note_result(self, index: int) -> None:
+        """A result was written where results go: make its codes, if it has some."""
+        if self.codes is not None:
+            self.codes.make(index, (self.values if self.back is None else self.back_values)[index])
+
+    def note_changed(self, indices: Iterable[int]) -> None:
+        """Weights that calls read were written, but not by a publication."""
+        if self.codes is not None:
+            self.codes.note_changed(indices)
 
     def publish(self, backend: Backend, masters: Sequence[torch.Tensor]) -> None:
         """Write the masters to the weights or swap in the second block; the caller holds the write turn."""
@@ -125,17 +199,19 @@ class Block:
         here = [i for i, master in enumerate(masters) if not master.is_meta]
         stale = [i for i in here if self.complete.get(i) != masters[i]._version]
         targets = self.values if self.back is None else self.back_values
-        written = self.host_tensors() if self.back is None else (self.back,)
-        backend.host_touch(write=written, what="publishing weights")
+        backend.host_touch(write=self.written_tensors(), what="publishing weights")
         write_weights([masters[i] for i in stale], [targets[i] for i in stale])
         for i in stale:
             if is_split(master := masters[i]):
                 master.move_to(targets[i])
+            self.note_result(i)
         if self.back is not None:
             self.complete.update((i, masters[i]._version) for i in stale)
 
     def swap(self) -> None:
         """Swap in the second block, if there is one; the caller holds the write turn."""
+        if self.codes is not None:
+            self.codes.publish(self.values if self.back is None else self.back_values)
         if self.back is not None:
             self._change_places()
 
@@ -173,6 +249,7 @@ class Block:
         changed = [i for i, tensor in enumerate(self.tensors) if tensor._version != self.seen[i]]
         for index in changed:
             self.seen[index] = self.tensors[index]._version
+        self.note_changed(changed)
         return changed
 
 

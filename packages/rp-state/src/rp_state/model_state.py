@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +14,7 @@ from rp_optim import Disk, Remainders
 from rp_transfer import Backend, Turns
 
 from rp_state.block import Block
+from rp_state.codes.layout import CodedLayout, coded_indices
 from rp_state.errors import Stale
 from rp_state.frozen.store import FrozenDisk, FrozenStore
 from rp_state.halves import TellsWhole, can_split, same_bits, tell_kept_whole
@@ -68,7 +69,8 @@ class HostOptions:
     blocks; None if the engine decides, before the first step. `master`: whether bf16 weights are the upper halves
     of their masters. `disk`: where the lower halves are; None for memory. `steps_in_backward`: the optimizer steps
     during each training call, and layers pass their gradients' memory on. `frozen`: where the frozen weights are;
-    None for memory.
+    None for memory. `coded`: returns the ids of the weights of a row of modules whose FP8 codes are published,
+    too; None: none are.
     """
 
     pin: PinMode = "alloc"
@@ -78,6 +80,11 @@ class HostOptions:
     steps_in_backward: bool = False
     disk: Disk | None = None
     frozen: FrozenDisk | None = None
+    coded: Callable[[Sequence[torch.nn.Module]], frozenset[int]] | None = None
+
+    def coded_in(self, modules: Sequence[torch.nn.Module]) -> frozenset[int]:
+        """Return the ids of the weights whose codes are published."""
+        return frozenset() if self.coded is None else self.coded(modules)
 
 
 class ModelState:
@@ -90,7 +97,7 @@ class ModelState:
     `shards`: which machine owns which parameter. `is_stepping`: a step function is
     running; only the optimizer's thread uses it. `is_part`: another model is stepped together with this one.
     `is_inside`: a module's own forward calls this model, and sees what it does to its inputs. `double_buffer`:
-    whether trained weights have second blocks, from the options or decided later.
+    whether trained weights have second blocks, from the options or decided later. `coded`: see `HostOptions`.
     """
 
     def __init__(
@@ -139,6 +146,7 @@ class ModelState:
         self.layers = build_layers(self.backend, self.modules, self.options.pin, foresee, kept, self._store)
         self.blocks = tuple(dict.fromkeys(block for layer in self.layers for block in layer.blocks))
         self.trainable = tuple(block for block in self.blocks if block.kind == "trainable")
+        self.coded = self.options.coded_in(self.modules)
         self._divide(self.shards)
         if self.options.steps_in_backward:
             self._share_gradients()
@@ -398,6 +406,19 @@ class ModelState:
             if block.memory is not None and block.back is None:
                 block.make_back(self.backend)
                 self._note_places(block)
+
+    def note_rewritten(self) -> None:
+        """Any of the weights may have been written, past their version counters."""
+        for block in self.trainable:
+            block.note_changed(range(len(block.tensors)))
+
+    @torch.inference_mode(False)
+    def make_codes(self) -> None:
+        """Allocate the codes that are to be published; nothing may be running."""
+        for block in self.trainable:
+            indices = coded_indices(block.tensors, self.coded)
+            if indices and block.codes is None:
+                block.make_codes(self.backend, CodedLayout(block.layout, indices))
 
     def _note_places(self, block: Block) -> None:
         if block.back is not None:

@@ -17,8 +17,9 @@ from typing import Any, cast
 
 import rp_batch
 import torch
-from rp_packing import Expansions, PackedTwin, PackedWeight, packed_weights
+from rp_packing import Expansions, PackedTwin, PackedWeight, Rows, nothing, packed_weights
 from rp_state.block import Block
+from rp_state.codes.layout import CodedWeight
 from rp_state.gradient import sum_dtype
 from rp_state.layers import LayerState
 from rp_state.modules.signature import has_hooks as is_hooked
@@ -104,6 +105,8 @@ class Twins:
         self._packed_in: dict[int, list[PackedTwin]] = {}
         self.graphs = GraphStore()
         self._fp8 = Fp8Twins()
+        # Codes in place of weights, by the id of the parameter.
+        self._coded: dict[int, Rows] = {}
         # Whether any linear layer has ever multiplied in FP8: if not, none need be told not to.
         self.has_fp8 = False
 
@@ -152,7 +155,7 @@ class Twins:
         """Have the linear layers of a layer whose blocks are bound multiply so, `for_backward` in that, too."""
         self.has_fp8 = True
         packed = {id(one.parameter): one for one in self._packed_in[index]}
-        self._fp8.prepare(index, self._modules[index], products, packed, for_backward=for_backward)
+        self._fp8.prepare(index, self._modules[index], products, packed, self._coded, for_backward=for_backward)
 
     def is_packed(self, index: int) -> bool:
         """Return whether any of a layer's weights is packed."""
@@ -235,8 +238,14 @@ class Twins:
             return
         self._memory[block] = memory
         self._fp8.note_moved(block.users)
-        for tensor, view in zip(block.tensors, block.layout.views(memory), strict=True):
-            self._tensors[id(tensor)].data = view
+        for tensor, view in zip(block.tensors, block.views(memory), strict=True):
+            twin = self._tensors[id(tensor)]
+            if isinstance(view, CodedWeight):
+                self._coded[id(twin)] = Rows(*view)
+                twin.data = nothing(tuple(view.codes.shape), block.layout.dtype, self._device)
+            else:
+                self._coded.pop(id(twin), None)
+                twin.data = view
 
     def with_gradient(self, block: Block) -> list[torch.Tensor]:
         """The block's device tensors that have a ``.grad``."""
@@ -254,6 +263,7 @@ class Twins:
             self._nothing[dtype] = _nothing(dtype, self._device)
         for twin in self.tensors(block):
             twin.data = self._nothing[dtype]
+            self._coded.pop(id(twin), None)
             # After a failure it may have one.
             twin.grad = None
         # Expanded weights may belong to this block.

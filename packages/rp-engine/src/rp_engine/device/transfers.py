@@ -91,10 +91,11 @@ def bring(
     *,
     is_again: bool = False,
 ) -> Event:
-    """Upload a block into device memory (numel,) and leave its turn, except a writer's: layers may write then.
+    """Upload a block into device memory and leave its turn, except a writer's: layers may write then.
 
-    `saved`: what `save` returned, (numel,) on the host: uploaded instead, without a turn. `expected`: its pieces
-    on disk, which were announced to the porter's conveyor. `is_again`: its turn was left when it came before.
+    `memory`: one of the block's forms. `saved`: what `save` returned, (numel,) on the host: uploaded instead,
+    without a turn. `expected`: its pieces on disk, which were announced to the porter's conveyor. `is_again`: its
+    turn was left when it came before.
 
     Returns the event after which the memory is readable.
     """
@@ -104,16 +105,16 @@ def bring(
     if is_again and expected is not None:
         _upload_read(porter, block, expected)
         return porter.conveyor.record()
-    with _traced(tracer, porter, block, "wait"):
+    with _traced(tracer, porter, block, memory, "wait"):
         ticket.enter(None if block.is_staged else porter.stream)
-    with _traced(tracer, porter, block, "upload"):
+    with _traced(tracer, porter, block, memory, "upload"):
         moving = None if times is None else times.transfers.begin(porter.device.name, porter.stream)
         if expected is not None:
             _upload_read(porter, block, expected)
         for target, source in block.pieces(memory) if expected is None else ():
             porter.conveyor.upload(target, source)
         if moving is not None:
-            moving.end("up", block.nbytes, is_staged=block.is_staged)
+            moving.end("up", memory.nbytes, is_staged=block.is_staged)
     arrived = porter.conveyor.record()
     if not ticket.writes:
         ticket.leave(arrived)
@@ -143,9 +144,9 @@ def save(porter: Porter, memory: torch.Tensor, written: Sequence[Event]) -> torc
 
 
 def _traced(
-    tracer: Tracer, porter: Porter, block: Block, kind: Literal["wait", "upload"]
+    tracer: Tracer, porter: Porter, block: Block, memory: torch.Tensor, kind: Literal["wait", "upload"]
 ) -> AbstractContextManager[None]:
     device, stream = porter.device, porter.stream
     if kind == "wait":
         return tracer.on_stream(device, stream, kind, "wait for the turn of weights of {}", block, reason="turn")
-    return tracer.on_stream(device, stream, kind, "weights of {}", block, nbytes=block.nbytes)
+    return tracer.on_stream(device, stream, kind, "weights of {}", block, nbytes=memory.nbytes)

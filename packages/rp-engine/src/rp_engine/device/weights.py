@@ -30,7 +30,7 @@ class OnDevice:
     `frozen`: the ids of parameters whose gradients are dropped. `may_outlive`: the model may be gone before the
     device has read its blocks, which are then kept until it has. `kept`: the blocks that stay there from call to
     call; `call` and `version`: the call's number, and the version of the weights that it reads. `products`:
-    which linear layers multiply in FP8.
+    which linear layers multiply in FP8. `coded`: the blocks that travel with codes in place of some weights.
     """
 
     lane: Lane
@@ -42,6 +42,7 @@ class OnDevice:
     call: int = 0
     version: int = 0
     products: Fp8Products | None = None
+    coded: frozenset[Block] = frozenset()
 
 
 class Weights:
@@ -112,7 +113,8 @@ class Weights:
 
     def _send_for(self, block: Block, ticket: Ticket) -> None:
         stream = self._lane.inbox.stream
-        memory = self._device.empty((block.layout.numel,), block.layout.dtype, stream=stream)
+        numel, dtype = block.form(coded=block in self.on.coded)
+        memory = self._device.empty((numel,), dtype, stream=stream)
         self.on.kept.bring(block.nbytes)
         inbox = self._lane.inbox
         expected = inbox.conveyor.announce(block.pieces_on_disk(memory)) if block.on_disk else None
@@ -159,19 +161,24 @@ class Weights:
 
     def _in_fixed(self, block: Block, memory: torch.Tensor) -> torch.Tensor:
         """Copy weights that have arrived to where graphs read them, if any do; return where they are."""
-        fixed = self._fixed.get(block)
+        fixed = self._fixed_like(block, memory)
         if fixed is None:
             return memory
-        self._device.compute.touch(write=(fixed.memory,), what="weights of graphs")
-        fixed.memory.copy_(memory)
+        self._device.compute.touch(write=(fixed,), what="weights of graphs")
+        fixed.copy_(memory)
         # What they came in is free again.
         self._lane.retainer.keep(self._device.compute.record(), memory)
-        self._arriving[block] = (fixed.memory, self._arriving[block][1])
-        return fixed.memory
+        self._arriving[block] = (fixed, self._arriving[block][1])
+        return fixed
+
+    def _fixed_like(self, block: Block, memory: torch.Tensor) -> torch.Tensor | None:
+        found = self._fixed.get(block)
+        return None if found is None else found.of(memory.dtype)
 
     def _move_to_fixed(self, block: Block) -> None:
-        fixed, bound = self._fixed.get(block), self._bound[block]
-        if fixed is not None and bound is not fixed.memory:
+        bound = self._bound[block]
+        fixed = self._fixed_like(block, bound)
+        if fixed is not None and bound is not fixed:
             self._point_at(block, self._in_fixed(block, bound))
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -244,7 +251,7 @@ class Weights:
             self._twins.release(block)
         done = self._device.compute.record()
         sums = self.sums.release()
-        hosts = [block.host_tensors() for block in self._bound] if self.on.may_outlive else []
+        hosts = [block.read_tensors() for block in self._bound] if self.on.may_outlive else []
         self._lane.retainer.keep(done, list(self._bound.values()), list(self._arriving.values()), sums, hosts)
         self._bound, self._arriving = {}, {}
 
@@ -271,7 +278,7 @@ class Weights:
         begun = (self._lane.inbox.stream.record(), self._device.results_out.record())
         for ticket in self.tickets():
             ticket.leave(*begun)
-        hosts = [block.host_tensors() for block in self._arriving]
+        hosts = [block.read_tensors() for block in self._arriving]
         self._lane.retainer.keep(begun[0], list(self._arriving.values()), hosts)
 
     def tickets(self) -> Iterable[Ticket]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 from weakref import WeakSet
@@ -94,6 +94,7 @@ class HostParameters:
             self.memory_check.check_wrapping,
             options=options,
             in_training_mode=any(module.training for module in modules),
+            coded=options.coded_in(modules),
         )
         shards = self._runtime.peers.shards()
         return ModelState(self.name, self._runtime.backend, modules, options, check_wrapping, shards)
@@ -217,7 +218,8 @@ class HostParameters:
         """Drop gradients and go on from the values that the caller wrote. `is_behind`: see `Captured`."""
         self.gradients.drop_all()
         for block in self.state.trainable:
-            block.complete = {}
+            block.begin_results()
+        self.state.note_rewritten()
         self.state.unpublished = is_behind and bool(self.state.trainable)
         if not self.state.has_results_apart():
             self.state.unpublished = False
@@ -266,6 +268,7 @@ class HostParameters:
             self.state.health.forget_step()
             self.state.unpublished = False
             self.set_masters(self.state.trainable_tensors())
+            self.state.note_rewritten()
 
     # Before a call or a step
 
@@ -288,6 +291,25 @@ class HostParameters:
     def note_read(self) -> None:
         """Record which step's weights the call that is launched now reads; call it after `get_ready`."""
         self.read_delay = int(self.state.unpublished)
+
+    def ready_codes(self, blocks: Collection[Block]) -> None:
+        """Have the codes of these blocks' weights be those of the weights that the next call reads.
+
+        Raises `HostMemoryShort` if they have none yet, and there is no memory for them.
+        """
+        if any(block.codes is None for block in blocks):
+            self.memory_check.check_codes(self.state)
+            self.drain()
+            self.state.make_codes()
+        for block in blocks:
+            if block.codes is not None and block.codes.stale:
+                # At the first call, and after code outside has written weights: publication keeps them current.
+                with own_turn(block.turns, write=True):
+                    touched = (block.codes.memory,)
+                    self.state.backend.host_touch(
+                        read=block.host_tensors(), write=touched, what="codes of weights"
+                    )
+                    block.codes.renew(block.values)
 
     def raise_late_errors(self) -> None:
         """Raise the first error of work that has ended since this was last called; the others are notes on it."""

@@ -9,6 +9,7 @@ from functools import partial
 from rp_errors import warn_user
 from rp_recompute.randomness import Randomness, draw_seed, may_draw_seed, peek_seed
 from rp_sched import Mode, Task
+from rp_state.block import Block
 from rp_state.model_state import HostOptions
 from torch import nn
 
@@ -145,6 +146,9 @@ class Runs:
         aside: Aside | None = None,
     ) -> Call:
         state, with_grad = self.host.state, mode != "infer"
+        # In fp32 nothing multiplies in FP8.
+        products = None if aside is not None and aside.widening is not None else self._products(config)
+        coded = frozenset[Block]() if products is None or aside is not None else self._coded(products)
         compares = with_grad and state.num_runs % _COMPARED_EACH == _COMPARED_EACH // 2
         if compares:
             # Also whether layers draw from Python's generators is looked at anew.
@@ -175,8 +179,8 @@ class Runs:
             aside=aside,
             # Later calls have no seed, so graphs of this one would not be theirs.
             launch="eager" if draws is None else config.launch or "eager",
-            # In fp32 nothing multiplies in FP8.
-            products=None if aside is not None and aside.widening is not None else self._products(config),
+            products=products,
+            coded=coded,
             first_microbatch=0 if numbers is None else numbers.first,
         )
 
@@ -205,7 +209,16 @@ class Runs:
     def _products(self, config: RoundPipeRunConfig) -> Fp8Products | None:
         found = self._computing.products(config.compute)
         if found is not None:
-            self.planner.footprint.note_codes(self._computing.codes_bytes(found))
+            uploaded = self.host.state.coded if found.recipe.uploads_codes else frozenset[int]()
+            self.planner.footprint.note_codes(self._computing.codes_bytes(found, uploaded))
+        return found
+
+    def _coded(self, products: Fp8Products) -> frozenset[Block]:
+        """Return the blocks that travel with codes in a call, whose codes are those of the weights now."""
+        state = self.host.state
+        found = self._computing.coded(products, state.trainable, state.coded)
+        self.host.ready_codes(found)
+        self.planner.footprint.note_uploads(found)
         return found
 
     # Notices of changes on the host: see `Observer`

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rp_recompute.randomness import Randomness
 from rp_sched import Mode, Task
+from rp_state.block import Block
 from rp_state.model_state import ModelState
 from rp_state.modules.habits import Habits
 
@@ -117,6 +118,7 @@ class Call:
     in evaluation mode, and has a seed that is drawn only if so. `compares`: whether what layers recompute is
     compared with what forward gave, which `recomputed` tells when the call is over. `aside`: None for a call
     of the user's. `launch`: see `RoundPipeRunConfig`. `products`: which linear layers multiply in FP8.
+    `coded`: the blocks that travel with codes in place of some weights.
     `number`: no other call of the process has it.
     """
 
@@ -141,6 +143,7 @@ class Call:
     aside: Aside | None = None
     launch: Launch = "eager"
     products: Fp8Products | None = None
+    coded: frozenset[Block] = frozenset()
     recomputed: list[Recomputed] = field(default_factory=list[Recomputed])
     losses_seen: LossesSeen = field(default_factory=LossesSeen)
     number: int = field(default_factory=_NUMBERS.__next__)

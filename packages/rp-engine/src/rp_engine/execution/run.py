@@ -222,6 +222,7 @@ class Run:
                 call=self.call.number,
                 version=self.call.state.version,
                 products=self.call.products,
+                coded=self.call.coded,
             )
             weights = Weights(on, turns, gradient_turns, spare_bytes=self.call.spare_bytes, times=times)
             place = Workplace(self.call, lane, self._runtime.backend, twins, self, self._tracer)

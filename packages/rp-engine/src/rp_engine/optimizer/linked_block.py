@@ -111,7 +111,7 @@ class LinkedBlock:
     def link(self) -> None:
         """Link every master to its place in the gradient block."""
         # A failed step may have left results.
-        self.block.complete = {}
+        self.block.begin_results()
         self._thread = threading.get_ident()
         for index, master in enumerate(self.masters()):
             link(
@@ -175,7 +175,7 @@ class LinkedBlock:
         self.waited_s += time.perf_counter() - begun
         self._arrived = True
         if held := self.gradient.blocks():
-            written = held if self.block.back is None else [*held, self.block.back]
+            written = held if self.block.back is None else [*held, *self.block.written_tensors()]
             self._state.backend.host_touch(read=held, write=written, what="the step's gradients")
         self._unread = set(self.gradient.written)
         if not self._unread:
@@ -254,7 +254,7 @@ class LinkedBlock:
             with self._tracer.on_host(OPTIMIZER, "wait", name, reason="readers"):
                 self._weights.enter()
             self.waited_s += time.perf_counter() - begun
-            self._state.backend.host_touch(write=self.block.host_tensors(), what="updating weights in place")
+            self._state.backend.host_touch(write=self.block.written_tensors(), what="updating weights in place")
             self._writes_in_place = True
         return self.block.values[index]
 
@@ -263,6 +263,8 @@ class LinkedBlock:
         return self._writes_in_place and self.has_changed()
 
     def _note_complete(self, index: int) -> None:
+        # Now: the weight may still be in the cache.
+        self.block.note_result(index)
         self.block.complete[index] = self._linked[index]._version
         self._results.note_complete(self.block, index)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
+from functools import partial
 
-from rp_packing import Fp8, choose, codes_bytes, fp8_refusal
+from rp_packing import Fp8, choose, codes_bytes, fp8_refusal, only_multiplied
+from rp_state.block import Block
 from torch import nn
 
 from rp_engine.device.entrance import entrance_of
@@ -45,6 +47,16 @@ def recipe_of(compute: Compute | Fp8 | None) -> Fp8 | None:
     return Fp8() if compute == "fp8" else None
 
 
+def coded_by(compute: Compute | Fp8 | None) -> Callable[[Sequence[nn.Module]], frozenset[int]] | None:
+    """Return what tells the weights of modules whose codes are published, see `HostOptions`; None if none are."""
+    recipe = recipe_of(compute)
+    return None if recipe is None or not recipe.uploads_codes else partial(_coded, recipe)
+
+
+def _coded(recipe: Fp8, modules: Sequence[nn.Module]) -> frozenset[int]:
+    return only_multiplied(modules, choose(modules, recipe, _has_own_forward))
+
+
 def _check_devices(name: str, runtime: Runtime) -> None:
     for lane in runtime.lanes:
         if (reason := fp8_refusal(lane.device.torch_device)) is not None:
@@ -64,6 +76,7 @@ class Computing:
         self._modules = modules
         self._runtime = runtime
         self._found: dict[Fp8, Fp8Products] = {}
+        self._only_multiplied: dict[Fp8, frozenset[int]] = {}
 
     def products(self, compute: Compute | Fp8 | None) -> Fp8Products | None:
         """Return which layers multiply in FP8; None: none are to. Raises `ValueError` if a device cannot."""
@@ -79,11 +92,32 @@ class Computing:
         _LOG.log(logging.INFO if choice.count else logging.WARNING, "model %r: %s", self._name, choice)
         return Fp8Products(recipe, choice)
 
-    def codes_bytes(self, products: Fp8Products) -> dict[int, int]:
-        """Return the device memory of each layer's codes in a task with a backward."""
+    def coded(self, products: Fp8Products, blocks: Iterable[Block], coded: frozenset[int]) -> frozenset[Block]:
+        """Return those of some blocks that travel with codes to layers that multiply so.
+
+        `coded`: the ids of the weights whose codes are published. A block travels so only if the products are all
+        that reads each of its own.
+        """
+        recipe = products.recipe
+        if not (coded and recipe.uploads_codes):
+            return frozenset()
+        if recipe not in self._only_multiplied:
+            self._only_multiplied[recipe] = only_multiplied(self._modules, products.choice)
+        fitting = self._only_multiplied[recipe]
+        own = {block: {id(one) for one in block.tensors} & coded for block in blocks}
+        return frozenset(block for block, ids in own.items() if ids and ids <= fitting)
+
+    def codes_bytes(self, products: Fp8Products, uploaded: Set[int] = frozenset()) -> dict[int, int]:
+        """Return the device memory of each layer's codes in a task with a backward, beside what is uploaded.
+
+        `uploaded`: the ids of weights whose codes are.
+        """
         return {
-            index: sum(
-                codes_bytes(module.get_parameter(f"{name}.weight".lstrip(".")), backward=True) for name in names
-            )
+            index: sum(_made_bytes(module.get_submodule(name).get_parameter("weight"), uploaded) for name in names)
             for index, (module, names) in enumerate(zip(self._modules, products.choice.chosen, strict=True))
         }
+
+
+def _made_bytes(weight: nn.Parameter, uploaded: Set[int]) -> int:
+    there = codes_bytes(weight, backward=False) if id(weight) in uploaded else 0
+    return codes_bytes(weight, backward=True) - there

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 
 from rp_packing import expansion_bytes
 from rp_sched import LayerCost, Task
+from rp_state.block import Block
 from rp_state.gradient import sum_dtype
 from rp_state.layers import LayerState
 
@@ -53,6 +54,8 @@ class Footprint:
         self._measured: dict[int, dict[int, int]] = {}
         # By layer, bytes of the codes of weights that are multiplied in FP8, from upload to release.
         self._codes: dict[int, int] = {}
+        # By layer, how many bytes fewer are uploaded, since codes travel in place of weights.
+        self._spared: dict[int, int] = {}
 
     @property
     def is_measured(self) -> bool:
@@ -71,6 +74,21 @@ class Footprint:
         if codes != self._codes:
             self._codes = dict(codes)
             self.version += 1
+
+    def note_uploads(self, coded: Iterable[Block]) -> None:
+        """Record which blocks travel with codes in place of some weights."""
+        spared: dict[int, int] = {}
+        for block in coded:
+            # As in costs: a block of several layers counts for the last one.
+            layer = max(block.users)
+            spared[layer] = spared.get(layer, 0) + block.nbytes - coded_nbytes(block)
+        if spared != self._spared:
+            self._spared = spared
+            self.version += 1
+
+    def spared_bytes(self, layer: int | None = None) -> int:
+        """Return how many bytes fewer than a layer's weights, or those of all, are uploaded."""
+        return sum(self._spared.values()) if layer is None else self._spared.get(layer, 0)
 
     def working_at(self, rows: int) -> int:
         """Return the workspace for `rows`: on a line between measured ones; beyond the largest, in proportion.
@@ -144,6 +162,12 @@ class Footprint:
         """Return the most bytes that a task may be predicted to take; None if every task has fit so far."""
         known = [nbytes for few, nbytes in self._too_much.items() if few <= rows]
         return int(min(known) * _RETREAT) if known else None
+
+
+def coded_nbytes(block: Block) -> int:
+    """Return the bytes on a device of a block that travels with codes in place of some weights."""
+    numel, dtype = block.form(coded=True)
+    return numel * dtype.itemsize
 
 
 def resident_bytes(tasks: Sequence[Task], costs: Sequence[LayerCost]) -> int:

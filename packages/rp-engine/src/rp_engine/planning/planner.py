@@ -314,7 +314,14 @@ class Planner:
         return list(copy.deepcopy(best).costs(guesses))
 
     def _guesses(self, rows: int) -> list[LayerCost]:
-        return [_guessed_cost(layer, self.footprint.kept_bytes(layer.index, rows)) for layer in self._state.layers]
+        return [
+            _guessed_cost(
+                layer,
+                self.footprint.kept_bytes(layer.index, rows),
+                self.footprint.spared_bytes(layer.index),
+            )
+            for layer in self._state.layers
+        ]
 
     def _problem(self, mode: Mode, rows: int) -> tuple[list[LayerCost], Limits]:
         """Return the guessed costs and the limits of calls whose microbatches have so many rows."""
@@ -393,14 +400,14 @@ def _may_write(layer: LayerState) -> bool:
     return any(block.kind == "buffer" and not block.is_read_only for block in layer.blocks)
 
 
-def _guessed_cost(layer: LayerState, kept_bytes: int) -> LayerCost:
+def _guessed_cost(layer: LayerState, kept_bytes: int, spared_bytes: int = 0) -> LayerCost:
     # A block that several layers share is uploaded once for a stage, so only its last layer counts it.
     own = [block for block in layer.blocks if max(block.users) == layer.index]
     nbytes = sum(block.nbytes for block in own)
     expanded = sum(one.expanded_nbytes - one.packed_nbytes for one in packed_weights(layer.module))
     return LayerCost(
         _FORWARD_MS_PER_BYTE * (nbytes + expanded + 1),
-        weight_bytes=nbytes,
+        weight_bytes=nbytes - spared_bytes,
         trainable_bytes=sum(block.nbytes for block in own if block.kind == "trainable"),
         kept_bytes=kept_bytes,
         writes_buffers=_may_write(layer),

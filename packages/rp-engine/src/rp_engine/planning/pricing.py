@@ -94,7 +94,9 @@ class Pricing:
             return None
         copies = 2 if host.double_buffer else 1
         trainable = sum(block.nbytes for block in self._state.trainable)
-        return sum(block.nbytes for block in self._state.blocks) + copies * trainable
+        # As costs have them.
+        weights = sum(block.nbytes for block in self._state.blocks) - self._footprint.spared_bytes()
+        return weights + copies * trainable
 
     def note_call(self, timer: ModelTimer, priced_plan: PricedPlan, call_ms: float) -> None:
         """Note the time of calls under this plan, which corrects the GIL's costs from the next call on."""

@@ -75,6 +75,8 @@ class _Job(ctypes.Structure):
         ("col", _pointer),
         ("row_sums", _pointer),
         ("col_sums", _pointer),
+        ("codes", _pointer),
+        ("code_scales", _pointer),
         ("result", _double),
     )
 
@@ -289,6 +291,13 @@ class NativeKernel:
     def to_weight(self, spots: Sequence[Spot]) -> None:
         """See `Kernel.to_weight`."""
         self._call("to_weight", *map(_job, spots))
+
+    def code_rows(self, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """See `Kernel.code_rows`."""
+        job = _job(Spot(weight, weight, None, 1.0))
+        job.batch, (job.rows, job.cols) = 1, weight.shape
+        job.codes, job.code_scales = codes.data_ptr(), scales.data_ptr()
+        self._call("code_rows", job)
 
     # For benchmarks only: the speed that the memory bandwidth allows.
 

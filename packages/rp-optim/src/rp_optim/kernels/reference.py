@@ -20,6 +20,7 @@ from rp_optim.kernels.packed import (
     unpack_roots,
     unpack_signed,
 )
+from rp_optim.kernels.row_codes import code_rows
 from rp_optim.kernels.updates import (
     AdamNumbers,
     AdamUpdate,
@@ -290,6 +291,10 @@ class TorchKernel:
                 continue
             for place in _places(spot):
                 _write_weight(spot, place, _param(spot, place))
+
+    def code_rows(self, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """See `Kernel.code_rows`."""
+        code_rows(weight, codes, scales)
 
     def add_to_pair(self, spot: Spot) -> None:
         """See `Kernel.add_to_pair`."""

@@ -280,3 +280,7 @@ class Kernel(Protocol):
     def vector_apply(self, spot: Spot, variance: torch.Tensor, least: float, move: Move) -> None:
         """Update the parameter like `matrix_apply`, with a variance that is not factored."""
         ...
+
+    def code_rows(self, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """Write the FP8 codes of a bf16 matrix, and a scale for each row; see `rp_optim.write_row_codes`."""
+        ...

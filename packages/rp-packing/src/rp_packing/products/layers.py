@@ -10,10 +10,15 @@ from typing import cast
 import torch
 from torch import nn
 
+from rp_packing.products.elsewhere import Elsewhere
 from rp_packing.products.linear import WeightCodes, multiplied
 from rp_packing.products.recipe import Fp8
 from rp_packing.products.scaled import MULTIPLE, transposed
 from rp_packing.rows import Rows, cast_rows, numbers_of
+
+# Codes, scales, codes transposed, and their scales.
+_Memory = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+_NO_MEMORY: _Memory = (None, None, None, None)
 
 
 class Fp8Linear(nn.Linear):
@@ -29,14 +34,17 @@ class Fp8Linear(nn.Linear):
     """
 
     # What devices put there between calls of the layer.
-    scratch_attributes = ("recipe", "codes", "scales", "turned", "ones", "is_taken")
+    scratch_attributes = ("recipe", "codes", "scales", "turned", "ones", "is_taken", "has_shape", "others")
     recipe: Fp8 | None
     codes: torch.Tensor | None
     scales: torch.Tensor | None
     turned: torch.Tensor | None
     ones: torch.Tensor | None
-    # Whether the codes are all that there is of the weight.
+    # Whether the codes are all that there is of the weight; and whether its parameter has its shape even so.
     is_taken: bool
+    has_shape: bool
+    # Of codes that were cast, while those that were there are used; and the other way round.
+    others: _Memory
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -45,14 +53,19 @@ class Fp8Linear(nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride] - an attribute
-        """The weight, made from its codes if these are all: hooks and other modules may read it."""
+        """The weight as hooks and other modules read it; if its codes are all that there is, made from them.
+
+        Of a trained weight that would be other numbers than the weight's: `Elsewhere` refuses to be read.
+        """
         if self.recipe is None or not self.is_taken or self.codes is None or self.scales is None:
             return self.parameter
+        if self.has_shape:
+            return Elsewhere.like(self.parameter)
         return numbers_of(Rows(self.codes, self.scales)).to(self.parameter.dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Run the layer on (..., in)."""
-        if self.recipe is None or (self.is_taken and not input.numel()):
+        if self.recipe is None or (self.is_taken and not self.has_shape and not input.numel()):
             return super().forward(input)
         return multiplied(input, self.parameter, self.bias, self._cast_weight(), self.recipe)
 
@@ -70,34 +83,48 @@ class Fp8Linear(nn.Linear):
         Codes stay in the memory that they have, if there is some already.
         """
         with torch.no_grad(), torch.inference_mode(False):
-            self._cast(backward=backward or self.turned is not None)
-        self.is_taken = False
-
-    def _cast(self, *, backward: bool) -> None:
-        rows = cast_rows(self.parameter.detach())
-        turned = transposed(rows.codes) if backward else None
-        if self.codes is None or self.scales is None:
-            self.codes, self.scales = rows
-        else:
-            self.codes.copy_(rows.codes)
-            self.scales.copy_(rows.scales)
-        if turned is not None:
-            if self.turned is None:
-                self.turned, self.ones = turned
+            self._use(taken=False)
+            rows = cast_rows(self.parameter.detach())
+            if self.codes is None or self.scales is None:
+                self.codes, self.scales = rows
             else:
-                self.turned.copy_(turned.codes)
+                self.codes.copy_(rows.codes)
+                self.scales.copy_(rows.scales)
+            if backward or self.turned is not None:
+                self._turn(rows.codes)
 
-    def take(self, rows: Rows, *, backward: bool) -> None:
-        """Use codes of the weight that are there already, until `forget`. Its parameter is not read then."""
-        self.is_taken = True
+    def take(self, rows: Rows, *, backward: bool, has_shape: bool = False) -> None:
+        """Use codes of the weight that are there already, until `forget`. Its parameter is not read then.
+
+        `has_shape`: the parameter has its shape, since it gets a gradient.
+        """
         with torch.no_grad(), torch.inference_mode(False):
+            self._use(taken=True)
+            self.has_shape = has_shape
             self.codes, self.scales = rows
-            self.turned, self.ones = transposed(rows.codes) if backward else (None, None)
+            if backward:
+                self._turn(rows.codes)
+            else:
+                self.turned = self.ones = None
+
+    def _turn(self, codes: torch.Tensor) -> None:
+        """Transpose the codes, into the memory that there is: graphs know it by address."""
+        turned = transposed(codes)
+        if self.turned is None:
+            self.turned, self.ones = turned
+        else:
+            self.turned.copy_(turned.codes)
+
+    def _use(self, *, taken: bool) -> None:
+        if taken != self.is_taken:
+            now = (self.codes, self.scales, self.turned, self.ones)
+            (self.codes, self.scales, self.turned, self.ones), self.others = self.others, now
+            self.is_taken = taken
 
     def forget(self) -> None:
         """Free the weight's codes."""
-        self.is_taken = False
-        self.codes = self.scales = self.turned = self.ones = None
+        self.is_taken = self.has_shape = False
+        self.codes, self.scales, self.turned, self.ones = self.others = _NO_MEMORY
 
 
 def become(layer: nn.Linear) -> None:

@@ -9,6 +9,8 @@ from rp_sched.problem.checks import flag, milliseconds, nbytes
 BACKWARD_PER_FORWARD = 2.0
 # Gradients are summed in fp32. With 16-bit weights that is twice the bytes (fp32 weights are overestimated).
 GRADIENT_PER_TRAINABLE = 2
+# A weight in 16 bits may be uploaded in 8.
+LARGEST_PER_UPLOADED = 2
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -21,11 +23,11 @@ class LayerCost:
     4
 
     `forward_ms`: one forward pass. `backward_ms`: one backward pass without recomputation; by default twice
-    `forward_ms`. `weight_bytes`: all parameters and buffers. `trainable_bytes`: the part of `weight_bytes` that
-    gets gradients; by default all. `boundary_bytes`: the activations passed to the next layer. `kept_bytes`: the
-    activations that a device keeps between the layer's forward and backward pass. `writes_buffers`: the forward
-    pass changes buffers, as in batch norm, so its microbatches must be neither divided between devices nor
-    reordered.
+    `forward_ms`. `weight_bytes`: all parameters and buffers, as they are uploaded. `trainable_bytes`: those that
+    get gradients, as they are on the host; by default all. Weights in 16 bits may be uploaded in 8.
+    `boundary_bytes`: the activations passed to the next layer. `kept_bytes`: the activations that a device keeps
+    between the layer's forward and backward pass. `writes_buffers`: the forward pass changes buffers, as in batch
+    norm, so its microbatches must be neither divided between devices nor reordered.
 
     `forward_launch_ms`, `backward_launch_ms`, `recompute_launch_ms`: how long a thread holds the GIL to launch the
     layer's forward pass, backward pass and recomputation for one microbatch; the last is by default that of the
@@ -78,10 +80,11 @@ class LayerCost:
         self._check_trainable()
 
     def _check_trainable(self) -> None:
-        if self.trainable_bytes > self.weight_bytes:
+        most = LARGEST_PER_UPLOADED * self.weight_bytes
+        if self.trainable_bytes > most:
             raise InvalidCost(
-                f"trainable_bytes is a part of weight_bytes, so it must be at most {self.weight_bytes}, "
-                f"but is {self.trainable_bytes} instead"
+                "trainable_bytes is a part of weight_bytes, or of twice that where weights are uploaded in 8, "
+                f"so it must be at most {most}, but is {self.trainable_bytes} instead"
             )
 
     @property

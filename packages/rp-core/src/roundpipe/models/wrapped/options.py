@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import torch
 from rp_engine import HostOptions, RoundPipeRunConfig, Runtime, default_runtime
-from rp_engine.wrapping import Compute, FrozenDisk, MasterKind, PinMode
+from rp_engine.wrapping import Compute, FrozenDisk, MasterKind, PinMode, coded_by
 from rp_optim import Disk
 from rp_packing import Fp8
 
@@ -57,7 +57,10 @@ class WrapOptions:
         dtype, disk = master_dtype(self.master, self.optim_dtype), master_disk(self.master)
         kind: MasterKind = "whole" if self.master == "whole" else "split"
         frozen = FrozenDisk.of(self.frozen)
-        return HostOptions(self.pin_model, dtype, self.double_buffer, kind, self.step_in_backward, disk, frozen)
+        coded = coded_by(self.run_config.compute)
+        return HostOptions(
+            self.pin_model, dtype, self.double_buffer, kind, self.step_in_backward, disk, frozen, coded
+        )
 
     @property
     def run_config(self) -> RoundPipeRunConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
-from rp_packing import Fp8, Fp8Choice, Fp8Linear, PackedTwin, become
+from rp_packing import Fp8, Fp8Choice, Fp8Linear, PackedTwin, Rows, become, reads_codes_alone
 from torch import nn
 
 
@@ -42,13 +42,15 @@ class Fp8Twins:
         twin: nn.Module,
         products: Fp8Products | None,
         packed: Mapping[int, PackedTwin],
+        coded: Mapping[int, Rows],
         *,
         for_backward: bool,
     ) -> None:
         """Have a layer whose weights are there multiply as `products` says.
 
         `packed`: packed weights by the id of their parameter. Those in FP8 by rows are multiplied as they are; the
-        others are expanded when the layer runs, and cast then.
+        others are expanded when the layer runs, and cast then. `coded`: codes that came in place of trained
+        weights, by the same.
         """
         ready = self._ready.get(index, _PLAIN)
         if ready.products is products and (ready.for_backward or not for_backward):
@@ -64,7 +66,9 @@ class Fp8Twins:
         self._direct[index] = _multiplied_packed(twin, using, packed)
         for _, linear in using:
             own = packed.get(id(linear.parameter))
-            if own is None:
+            if (rows := coded.get(id(linear.parameter))) is not None:
+                linear.take(rows, backward=for_backward, has_shape=True)
+            elif own is None:
                 linear.cast(backward=for_backward)
             elif own in self._direct[index] and (rows := own.row_codes()) is not None:
                 linear.take(rows, backward=for_backward)
@@ -111,11 +115,7 @@ def _multiplied_packed(
 
 
 def _reads_codes_alone(twin: nn.Module, name: str, linear: Fp8Linear) -> bool:
-    if linear.recipe is None or linear.recipe.inputs == "bf16":
-        return False
-    # DoRA's magnitudes are of the weight itself.
-    parent = twin.get_submodule(name.rpartition(".")[0])
-    return not getattr(parent, "lora_magnitude_vector", None)
+    return linear.recipe is not None and linear.recipe.inputs != "bf16" and reads_codes_alone(twin, name)
 
 
 def _made(module: nn.Module) -> Fp8Linear:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +17,17 @@ _MOST_ENTRIES = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FixedBlock:
-    """Memory of a weight block that graphs read, (numel,), and of the sums that they add gradients to, or None."""
+    """Memory of a weight block that graphs read, and of the sums that they add gradients to, or None.
 
-    memory: torch.Tensor
+    `memory`: one for each form, by dtype, in which the block has come: (numel,).
+    """
+
+    memory: Mapping[torch.dtype, torch.Tensor]
     sums: torch.Tensor | None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both."""
-        return self.memory.nbytes + (0 if self.sums is None else self.sums.nbytes)
+    def of(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the memory of the form with this dtype; None if no graph reads that."""
+        return self.memory.get(dtype)
 
 
 @dataclass

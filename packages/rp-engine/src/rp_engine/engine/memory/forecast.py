@@ -151,6 +151,8 @@ class MemoryForecast:
             is_split = self.likely_adam_bytes > 2 * whole.masters
             how = " and synchronous steps (is_async=False)" if is_split else ""
             yield f"double_buffer=False{how}: {readable_bytes(whole.second_blocks)} less"
+        if whole.codes:
+            yield f'compute=Fp8(uploads="bf16"): {readable_bytes(whole.codes)} less, but uploads twice as large'
         if whole.activations:
             yield "a smaller batch, or fewer stages: fewer activations between stages"
         yield from _REMEDIES[self.limit.name]

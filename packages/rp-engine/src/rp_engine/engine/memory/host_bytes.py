@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import reduce
 
 import torch
 from rp_state.block import Block
+from rp_state.codes.layout import codes_nbytes
 from rp_state.gradient import sum_dtype
 from rp_state.halves import can_split
 from rp_state.layers import goes_to_disk, moves
@@ -21,6 +22,7 @@ _UNDIVIDED = Undivided()
 _NAMES = {
     "weights": "weights",
     "second_blocks": "second blocks",
+    "codes": "codes of weights",
     "buffers": "buffers",
     "gradients": "gradients",
     "masters": "masters",
@@ -33,7 +35,8 @@ _NAMES = {
 class HostBytes:
     """Bytes of host memory by kind.
 
-    `weights`: frozen and trained ones, without the second blocks of `double_buffer`. `activations`: with results,
+    `weights`: frozen and trained ones, without the second blocks of `double_buffer`. `codes`: FP8 codes that
+    travel in place of weights, also those of second blocks. `activations`: with results,
     idle buffers kept for later calls, and staging memory of copies.
 
     >>> (HostBytes(weights=4, masters=2) + HostBytes(weights=1)).total
@@ -42,6 +45,7 @@ class HostBytes:
 
     weights: int = 0
     second_blocks: int = 0
+    codes: int = 0
     buffers: int = 0
     gradients: int = 0
     masters: int = 0
@@ -60,8 +64,8 @@ class HostBytes:
     def beyond(self, held: HostBytes) -> HostBytes:
         """How much of each kind is still missing if these are held already.
 
-        >>> HostBytes(weights=4, masters=2).beyond(HostBytes(weights=5, masters=1))
-        HostBytes(weights=0, second_blocks=0, buffers=0, gradients=0, masters=1, optimizer_state=0, activations=0)
+        >>> HostBytes(weights=4, masters=2).beyond(HostBytes(weights=5, masters=1)) == HostBytes(masters=1)
+        True
         """
         names = [field.name for field in fields(self)]
         return HostBytes(*(max(getattr(self, name) - getattr(held, name), 0) for name in names))
@@ -95,7 +99,7 @@ def given_to(states: Sequence[ModelState]) -> int:
     # Blocks may be allocated or released by other threads meanwhile.
     blocks = [block for state in states for block in state.blocks]
     memory = sum(block.memory.nbytes for block in blocks if block.memory is not None)
-    return memory + sum(sum(_beside_weights(block)) for block in blocks)
+    return memory + sum(_beside_weights(block).total for block in blocks)
 
 
 def needed_by(
@@ -105,12 +109,14 @@ def needed_by(
     second_blocks: bool,
     additions: int = 1,
     shards: Owners = _UNDIVIDED,
+    coded: frozenset[int] = frozenset(),
 ) -> HostBytes:
     """What a model will hold once it is trained, without the optimizer's state and activations.
 
     `blocks`: the model's, or the groups that they will be made from. `additions`: how many tasks add to each
     gradient between two steps. `shards`: which machine owns which parameter. `second_blocks`:
-    whether trained weights have them, which `options` may leave open.
+    whether trained weights have them, which `options` may leave open. `coded`: the ids of the weights whose codes
+    are published.
     """
     found = list(blocks)
     passed_on = _passed_on(found) if options.steps_in_backward else set[int]()
@@ -118,7 +124,10 @@ def needed_by(
         _needed(block, options, second_blocks, additions, shards, has_gradients=id(block) not in passed_on)
         for block in found
     )
-    return needed + HostBytes(masters=_masters_bytes(found, options, shards))
+    codes = sum(codes_nbytes(block.layout, block.tensors, coded) for block in found if block.kind == "trainable")
+    return needed + HostBytes(
+        masters=_masters_bytes(found, options, shards), codes=codes * (2 if second_blocks else 1)
+    )
 
 
 def _masters_bytes(found: Sequence[Group | Block], options: HostOptions, shards: Owners) -> int:
@@ -194,15 +203,17 @@ def _total_bytes(block: Group | Block, additions: int, shards: Owners) -> int:
 
 def _held(block: Block) -> HostBytes:
     nbytes = 0 if block.on_disk else sum(tensor.nbytes for tensor in block.host_tensors())
-    second, gradients = _beside_weights(block)
     own = HostBytes(buffers=nbytes) if block.kind == "buffer" else HostBytes(weights=nbytes)
-    return replace(own, second_blocks=second, gradients=gradients)
+    return own + _beside_weights(block)
 
 
-def _beside_weights(block: Block) -> tuple[int, int]:
-    """Bytes of the second block, and of the gradients."""
-    second = 0 if block.back is None else block.back.nbytes
-    return second, 0 if block.gradient is None else block.gradient.nbytes
+def _beside_weights(block: Block) -> HostBytes:
+    """Bytes of the second block, of codes, and of the gradients."""
+    return HostBytes(
+        second_blocks=0 if block.back is None else block.back.nbytes,
+        codes=0 if block.codes is None else block.codes.nbytes,
+        gradients=0 if block.gradient is None else block.gradient.nbytes,
+    )
 
 
 def _needed(

@@ -61,16 +61,19 @@ class HostMemoryCheck:
         *,
         options: HostOptions,
         in_training_mode: bool,
+        coded: frozenset[int] = frozenset(),
     ) -> None:
         """Check a model that is about to move into its blocks.
 
         Its weights are certain. Who gives an `optim_dtype` will train: gradients and masters are certain, too, and
-        Adam's state is likely. A model in training mode is likely to be trained.
+        Adam's state is likely. A model in training mode is likely to be trained. `coded`: the ids of the weights
+        whose codes are published.
         """
         # Second blocks that nobody has asked for are left out where they do not fit.
         shards = self._shards(groups)
         optim_dtype = options.optim_dtype
-        whole = needed_by(groups, options, second_blocks=options.double_buffer is True, shards=shards)
+        is_double = options.double_buffer is True
+        whole = needed_by(groups, options, second_blocks=is_double, shards=shards, coded=coded)
         final, peak = _growth(_moving(groups, options), files)
         inside = max(whole.weights + whole.buffers - max(final, 0), 0)
         held = HostBytes(weights=min(inside, whole.weights), buffers=max(inside - whole.weights, 0))
@@ -98,6 +101,12 @@ class HostMemoryCheck:
         certain = self._forecast("to rebuild its blocks", held, held, [state])
         self._check(replace(certain, passing_bytes=moving), [state])
 
+    def check_codes(self, state: ModelState) -> None:
+        """Check a model whose weights are about to get codes."""
+        held = held_by([state])
+        whole = replace(held, codes=_needed_by([state]).codes)
+        self._check(self._forecast("for codes of its weights", whole, held, [state]), [state])
+
     def check_training(self, states: Sequence[ModelState]) -> None:
         """Check a model that is about to get masters or second blocks; decide about the latter by default."""
         if all(map(_is_complete, states)):
@@ -112,7 +121,7 @@ class HostMemoryCheck:
     def _has_room_for_second(self, state: ModelState, states: Sequence[ModelState]) -> bool:
         """Whether second blocks take little of the host's memory, and fit beside all that is likely to come."""
         nbytes = sum(block.nbytes for block in state.trainable)
-        whole = _needed_by(states) + HostBytes(second_blocks=nbytes)
+        whole = _needed_by(states) + HostBytes(second_blocks=nbytes, codes=_needed_by([state]).codes)
         trained = likely(self._forecast("to train", whole, held_by(states), states))
         return (
             nbytes <= trained.limit.total_bytes * SECOND_BLOCKS_SHARE
@@ -242,6 +251,7 @@ def _needed_by(states: Sequence[ModelState], additions: int = 1) -> HostBytes:
             second_blocks=state.double_buffer is True,
             additions=additions,
             shards=state.shards,
+            coded=state.coded,
         )
         + HostBytes(masters=_made_whole_bytes(state))
         for state in states

@@ -28,7 +28,8 @@ class MemoryReport:
     `pinned_bytes`: all pinned memory of the runtime. `host_total_bytes`: the machine's memory. `devices`: used and
     peak bytes of each device, all models together. `predicted_bytes`: device memory that this model's last call
     was expected to use, from measurements of earlier calls; None if there are none, and on CPU devices.
-    `second_blocks_bytes`: the second copies among the weights.
+    `second_blocks_bytes`: the second copies among the weights. `codes_bytes`: FP8 codes that travel in place of
+    weights, which are beside these.
 
     >>> MemoryReport(2, 0, 2, 4, 8, 100, 4096, 1 << 30, ()).host_bytes
     116
@@ -45,6 +46,7 @@ class MemoryReport:
     devices: tuple[MemoryUse, ...]
     predicted_bytes: int | None = None
     second_blocks_bytes: int = 0
+    codes_bytes: int = 0
 
     @property
     def host(self) -> HostBytes:
@@ -52,6 +54,7 @@ class MemoryReport:
         return HostBytes(
             self.weights_bytes - self.second_blocks_bytes,
             self.second_blocks_bytes,
+            self.codes_bytes,
             self.buffers_bytes,
             self.gradients_bytes,
             self.masters_bytes,
@@ -110,6 +113,7 @@ def memory_report(
         devices=runtime.memory(),
         predicted_bytes=predicted_bytes,
         second_blocks_bytes=held.second_blocks,
+        codes_bytes=held.codes,
     )
 
 

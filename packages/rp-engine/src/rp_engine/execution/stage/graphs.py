@@ -43,6 +43,8 @@ _CHANGED = (
 )
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
+_NOT_FIXED = FixedBlock({}, None)
+
 
 class NoRoom(NotCapturable):
     """Device memory is too short for graphs."""
@@ -176,6 +178,7 @@ class TaskGraphs:
             kind,
             flags,
             self._call.products,
+            tuple(block in self._call.coded for block in self._blocks(layers)),
             self._call.autocast,
             tuple(map(id, modules)),
             treedef,
@@ -310,22 +313,27 @@ class TaskGraphs:
             self._weights.sums.make()
 
     def _fixed(self, block: Block) -> FixedBlock:
-        before, numel, dtype = self._store.fixed.get(block), (block.layout.numel,), block.layout.dtype
-        stream = self._device.compute
-        memory = self._device.empty(numel, dtype, stream=stream) if before is None else before.memory
-        sums = None if before is None else before.sums
+        before, stream = self._store.fixed.get(block, _NOT_FIXED), self._device.compute
+        numel, dtype = self._form(block)
+        memory, sums = before.of(dtype), before.sums
+        if memory is None:
+            memory = self._device.empty((numel,), dtype, stream=stream)
         if sums is None and self._adds_to(block):
-            sums = self._device.empty(numel, sum_dtype(dtype), stream=stream)
-        return FixedBlock(memory, sums)
+            sums = self._device.empty((block.layout.numel,), sum_dtype(block.layout.dtype), stream=stream)
+        return FixedBlock({**before.memory, dtype: memory}, sums)
+
+    def _form(self, block: Block) -> tuple[int, torch.dtype]:
+        return block.form(coded=block in self._call.coded)
 
     def _adds_to(self, block: Block) -> bool:
         return self._trains and block.kind == "trainable"
 
     def _missing_bytes(self, block: Block) -> int:
-        dtype = block.layout.dtype
-        nbytes = block.layout.numel * (dtype.itemsize + (sum_dtype(dtype).itemsize if self._adds_to(block) else 0))
-        before = self._store.fixed.get(block)
-        return nbytes if before is None else max(nbytes - before.nbytes, 0)
+        before = self._store.fixed.get(block, _NOT_FIXED)
+        numel, dtype = self._form(block)
+        memory = 0 if before.of(dtype) is not None else numel * dtype.itemsize
+        makes_sums = before.sums is None and self._adds_to(block)
+        return memory + (block.layout.numel * sum_dtype(block.layout.dtype).itemsize if makes_sums else 0)
 
     def _check_room(self, nbytes: int) -> None:
         """Refuse graphs where memory is short: their pool holds about what a run takes beside weights."""

@@ -767,6 +767,7 @@ static void vector_apply(const rpo_job *job, int64_t begin, int64_t end) {
 }
 
 #include "muon.h"
+#include "row_codes.h"
 
 /* Writing parameters, rounded, into weights */
 
@@ -864,4 +865,5 @@ const rpo_variant JOIN(rpo_, RPO_VARIANT) = {
     .matrix_squares = matrix_squares,
     .matrix_norm = matrix_norm,
     .matrix_apply = matrix_apply,
+    .code_rows = code_rows,
 };

@@ -41,6 +41,9 @@ typedef struct {
     int64_t batch, rows, cols;
     const float *row, *col;
     double *row_sums, *col_sums;
+    /* FP8 (E4M3) of `param`, a bf16 matrix of `rows` and `cols`: a code for each element, a scale for each row. */
+    uint8_t *codes;
+    float *code_scales;
     double result; /* the sum, of kernels that return one */
 } rpo_job;
 
@@ -75,7 +78,7 @@ typedef struct {
     rpo_sum *squares, *vector_variance;
     rpo_rows_cols *matrix_squares;
     rpo_rows_sum *matrix_norm;
-    rpo_rows *matrix_apply;
+    rpo_rows *matrix_apply, *code_rows;
 } rpo_variant;
 
 extern const rpo_variant rpo_scalar, rpo_neon, rpo_avx2, rpo_avx512;

@@ -1,0 +1,1 @@
+"""FP8 codes of trained weights, which travel to devices in their place."""

@@ -1,0 +1,80 @@
+"""`PublishedCodes`: the codes of a block's weights on the host, made when the weights are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from rp_optim import write_row_codes
+from rp_transfer import Backend
+
+from rp_state.codes.layout import DTYPE, CodedLayout
+
+
+class PublishedCodes:
+    """Codes of the weights that calls read, `memory`, and of those in the second block, `back`, if there is one.
+
+    `stale`: the indices of weights that calls read which have changed since their codes were made. A step makes
+    the codes of what it writes, and publication the others.
+    """
+
+    def __init__(self, backend: Backend, layout: CodedLayout) -> None:
+        self.layout = layout
+        self.memory = _allocated(backend, layout)
+        self.back: torch.Tensor | None = None
+        self.stale = set(layout.indices)
+        self._weights = layout.weights(self.memory)
+        # The same without a second block.
+        self._back_weights = self._weights
+        # Made by the step under way, where its results go.
+        self._made: set[int] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the host."""
+        return self.memory.nbytes + (0 if self.back is None else self.back.nbytes)
+
+    @property
+    def target(self) -> torch.Tensor:
+        """The memory of codes of results that calls do not read yet; without a second block they soon will."""
+        return self.memory if self.back is None else self.back
+
+    def make_back(self, backend: Backend) -> None:
+        """Allocate codes of the second block."""
+        self.back = _allocated(backend, self.layout)
+        self._back_weights = self.layout.weights(self.back)
+
+    def begin(self) -> None:
+        """A step begins, or another one's results are given up."""
+        self._made.clear()
+
+    def make(self, index: int, weight: torch.Tensor) -> None:
+        """Make the codes of a result, if the weight has some. `weight`: in the place where results go."""
+        if index in self._weights:
+            write_row_codes(weight, *self._back_weights[index])
+            self._made.add(index)
+
+    def publish(self, weights: Sequence[torch.Tensor]) -> None:
+        """Have calls read the results' codes; make those that no step has made. `weights`: all results."""
+        for index in self.layout.indices:
+            if index not in self._made:
+                self.make(index, weights[index])
+        if self.back is not None:
+            self.memory, self.back = self.back, self.memory
+            self._weights, self._back_weights = self._back_weights, self._weights
+        self._made.clear()
+        self.stale.clear()
+
+    def note_changed(self, indices: Iterable[int]) -> None:
+        """Weights that calls read have changed otherwise."""
+        self.stale.update(index for index in indices if index in self._weights)
+
+    def renew(self, weights: Sequence[torch.Tensor]) -> None:
+        """Make the codes of weights that have changed otherwise, for calls to read. `weights`: that they read."""
+        for index in sorted(self.stale):
+            write_row_codes(weights[index], *self._weights[index])
+        self.stale.clear()
+
+
+def _allocated(backend: Backend, layout: CodedLayout) -> torch.Tensor:
+    return backend.host_empty((layout.codes_nbytes,), DTYPE)
