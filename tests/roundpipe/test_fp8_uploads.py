@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from paired import on_both
 from roundpipe import (
     Fp8,
     HostMemoryShort,
@@ -71,14 +73,15 @@ def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Training:
     """A model, its optimizer, and all losses that it has had."""
 
-    def __init__(self, devices: str, uploads: str, optimizer: Any = optim.AdamW, **options: Any) -> None:
+    def __init__(self, devices: str | Runtime, uploads: str, optimizer: Any = optim.AdamW, **options: Any) -> None:
         given = {
             name: options.pop(name) for name in ("execute_plan", "launch", "recompute_grain") if name in options
         }
         self.is_async = options.pop("is_async", False)
         self.steps_inside = options.get("step_in_backward", False)
-        config = RoundPipeRunConfig(num_microbatch=4, **{"execute_plan": PARTS, **given})
-        self.runtime = Runtime(devices)
+        # Nothing draws; and threads that are machines would draw seeds from one generator.
+        config = RoundPipeRunConfig(num_microbatch=4, preserve_rng_state=False, **{"execute_plan": PARTS, **given})
+        self.runtime = Runtime(devices) if isinstance(devices, str) else devices
         layers = options.pop("layers", row)()
         self.model = RoundPipe(
             layers, torch.float32, "m", config, runtime=self.runtime, compute=Fp8(uploads=uploads), **options
@@ -153,6 +156,27 @@ def test_remainders_on_disk(tmp_path: Path) -> None:
     assert_same(
         lambda training: training.train(3), lambda uploads: Training("cpu:2", uploads, master=f"disk:{tmp_path}")
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"is_async": True, "double_buffer": True}, {"master": "split"}])
+def test_machines_make_codes_of_what_others_have_stepped(options: dict[str, Any]) -> None:
+    def trained(runtime: Runtime, uploads: str) -> tuple[Losses, list[torch.Tensor]]:
+        # Both threads would draw weights from one generator.
+        training = Training(runtime, uploads, layers=partial(copy.deepcopy, drawn), **options)
+        training.train(1)
+        runtime.optimizer.wait()
+        with torch.no_grad():
+            for block in training.model.model[1:-1]:
+                block.up.weight.mul_(1.25)
+        training.train(3)
+        training.model.synchronize()
+        return training.losses, [one.detach().clone() for one in training.model.model.parameters()]
+
+    drawn = row()
+    found, truth = (on_both(partial(trained, uploads=uploads)) for uploads in ("fp8", "bf16"))
+    for (losses, weights), (wanted, others) in zip(found, truth, strict=True):
+        assert losses == wanted
+        assert all(torch.equal(one, other) for one, other in zip(weights, others, strict=True))
 
 
 @pytest.mark.parametrize("options", [{}, {"is_async": True, "double_buffer": True}, {"master": "split"}])

@@ -49,9 +49,9 @@ def test_a_time_must_be_a_number(value: object):
         LayerCost(value)  # type: ignore[arg-type]
 
 
-def test_more_trainable_than_weight_bytes_are_refused():
-    with pytest.raises(InvalidCost, match=r"trainable_bytes .* at most 10, but is 11 instead"):
-        LayerCost(1.0, weight_bytes=10, trainable_bytes=11)
+def test_more_trainable_bytes_than_weights_have_in_16_bits_are_refused():
+    with pytest.raises(InvalidCost, match=r"trainable_bytes .* at most 20, but is 21 instead"):
+        LayerCost(1.0, weight_bytes=10, trainable_bytes=21)
 
 
 def test_limits_are_all_optional():
