@@ -19,10 +19,12 @@ from rp_state.shards import Owners, Undivided
 from rp_transfer import Group
 
 _UNDIVIDED = Undivided()
+# What few models have.
+CODES = "codes of weights"
 _NAMES = {
     "weights": "weights",
     "second_blocks": "second blocks",
-    "codes": "codes of weights",
+    "codes": CODES,
     "buffers": "buffers",
     "gradients": "gradients",
     "masters": "masters",

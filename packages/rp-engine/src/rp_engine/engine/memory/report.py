@@ -13,7 +13,7 @@ from rp_telemetry.tables import readable_bytes, table
 from rp_transfer import MemoryUse
 from torch.optim import Optimizer
 
-from rp_engine.engine.memory.host_bytes import HostBytes, given_to, held_by
+from rp_engine.engine.memory.host_bytes import CODES, HostBytes, given_to, held_by
 from rp_engine.runtime.runtime import Runtime
 
 
@@ -69,7 +69,11 @@ class MemoryReport:
 
     def __str__(self) -> str:
         unknown = {"optimizer state": "not given"} if self.optimizer_bytes is None else {}
-        kinds = [[name, unknown.get(name, readable_bytes(nbytes))] for name, nbytes in self.host.by_kind()]
+        kinds = [
+            [name, unknown.get(name, readable_bytes(nbytes))]
+            for name, nbytes in self.host.by_kind()
+            if nbytes or name != CODES
+        ]
         sums = [
             ["total", readable_bytes(self.host_bytes)],
             ["pinned", readable_bytes(self.pinned_bytes)],
