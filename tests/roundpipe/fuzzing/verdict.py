@@ -12,6 +12,7 @@ from typing import Any, Literal
 import roundpipe
 import torch
 
+from fuzzing.kinds.layers import Mixed
 from fuzzing.our_side import Ours
 from fuzzing.plain_side import Plain
 from fuzzing.program import DTYPES, Op, Program
@@ -145,19 +146,25 @@ def _first_difference(program: Program, found: Sequence[Record], truth: Sequence
 
 
 def _tolerance(program: Program, noise: dict[tuple[int, str], float], number: int, name: str) -> float:
-    if program.dtype != "fp64":
-        least = LEAST_16 if program.is_coarse else WITHIN_FP32
-        return max(least, NOISES * noise.get((number, name), 0.0))
-    if program.dtype == "fp64" and "mixed dtype" in program.segments:
-        return WITHIN_FP64
-    return EXACT
+    if program.dtype == "fp64" and not _is_mixed(program):
+        return EXACT
+    least = WITHIN_FP64 if program.dtype == "fp64" else LEAST_16 if program.is_coarse else WITHIN_FP32
+    return max(least, NOISES * noise.get((number, name), 0.0))
+
+
+def _is_mixed(program: Program) -> bool:
+    return "mixed dtype" in program.segments
 
 
 def _noise(program: Program, truth: Sequence[Record]) -> dict[tuple[int, str], float]:
-    """How far plain PyTorch itself is from fp64, for each value that a program in fewer bits gives."""
-    if program.dtype == "fp64":
+    """How far plain PyTorch itself is from fp64, for each value that a program with fewer bits in it gives."""
+    if program.dtype == "fp64" and not _is_mixed(program):
         return {}
-    exact = carry_out(program, Plain(program, torch.float64), torch.float64, is_exact=True)
+    before, Mixed.is_exact = Mixed.is_exact, True
+    try:
+        exact = carry_out(program, Plain(program, torch.float64), torch.float64, is_exact=True)
+    finally:
+        Mixed.is_exact = before
     return {
         (number, name): max(map(_distance, _tensors(one.values[name]), _tensors(value)), default=0.0)
         for number, (one, wanted) in enumerate(zip(truth, exact, strict=True))

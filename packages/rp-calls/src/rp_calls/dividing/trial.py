@@ -7,8 +7,9 @@ Which errors count as what:
 - Where memory does not suffice, fewer rows are compared.
 - Interrupts, errors of other machines and the engine's own errors always reach the caller.
 
-In 16 bits outputs differ by roundings as by a sample's small influence on another. So what was found there is
-tried once more on a few rows, by layers whose weights are fp32 while they run. Where these cannot, it stands.
+Outputs differ by roundings as by a sample's small influence on another, which a norm behind it may hide. So what
+was found is tried once more, by layers whose weights have more bits while they run: fp64 in small calls, fp32 in
+others of 16 bits, which a few rows show. Where layers cannot compute in them, it stands.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ from rp_calls.dividing.tolerance import tolerance
 # Numbers of the inputs times weights: below this, rows are compared in less than a second, and few of them may not
 # show what their values decide, such as which tokens find room at an expert.
 _SMALL = 1 << 34
+
+# More than roundings in fp64, however steep a model is, and less than they are in fp32.
+_CONFIRMED = 1e-8
 
 # From the output of the whole, those of its parts, and their sizes to the spec with which these are merged.
 Fit = Callable[[Any, Sequence[Any], Sequence[int], Callable[[torch.Tensor], float]], Any]
@@ -74,7 +78,7 @@ class Trial:
     """One call, to be tried in several ways of splitting it; nothing of that is seen outside.
 
     `arguments`: the pair (args, kwargs) of the call. `address`: makes the engine's arguments from those of each
-    microbatch. `view`: what is compared, and `widening`: makes layers compute in fp32, see
+    microbatch. `view`: what is compared, and `widening`: makes layers compute in more bits, see
     `rp_engine.execution.call.Aside`. `is_brief`: no more rows are compared than those of the largest microbatch
     and the smallest, unless it is small.
     """
@@ -130,17 +134,24 @@ class Trial:
     def _is_training(self) -> bool:
         return any(module.training for root in self.modules for module in root.modules())
 
-    def is_narrow(self) -> bool:
-        """Return whether it computes in 16 bits."""
-        return bool(self._autocasts()) or any(map(is_narrow, (*self._inputs(), *self._weights())))
+    def wider(self) -> list[torch.dtype]:
+        """Return the dtypes in which it is to be confirmed, of more bits than it computes in; the best first."""
+        tensors = (*self._inputs(), *self._weights())
+        autocasts = bool(self._autocasts())
+        return [
+            dtype
+            for dtype in ((torch.float64, torch.float32) if self.is_small() else (torch.float32,))
+            if autocasts or any(is_narrow(one, dtype) for one in tensors)
+        ]
 
     def is_small(self) -> bool:
         """Return whether it computes so little that all rows can be compared."""
         return sum(one.numel() for one in self._inputs()) * sum(one.numel() for one in self._weights()) < _SMALL
 
-    def wide(self) -> Trial:
-        """Return the same call in fp32."""
-        return replace(self, arguments=rp_batch.map_leaves(widened, self.arguments), widening=Widening())
+    def wide(self, dtype: torch.dtype) -> Trial:
+        """Return the same call in a wider dtype."""
+        arguments = rp_batch.map_leaves(lambda leaf: widened(leaf, dtype), self.arguments)
+        return replace(self, arguments=arguments, widening=Widening(dtype))
 
     def outputs(self, parts: rp_batch.Parts[Any]) -> list[Any]:
         """Run the call in these parts."""
@@ -155,7 +166,8 @@ class Trial:
         if self.widening is None:
             return tolerance({*dtypes, *(one.dtype for one in self._weights())}, backend, self.modules)
         with self._without_autocast():
-            return tolerance({torch.float32, *dtypes, *self.widening.rounds_to}, backend, self.modules)
+            found = tolerance({self.widening.dtype, *dtypes, *self.widening.rounds_to}, backend, self.modules)
+        return max(found, _CONFIRMED)
 
     def _inputs(self) -> list[torch.Tensor]:
         return [leaf for leaf in rp_batch.flatten(self.arguments)[0] if isinstance(leaf, torch.Tensor)]
@@ -206,7 +218,7 @@ class _Round:
         self._is_too_large = False
         # The arguments of the latest run in one piece, and what came out.
         self._latest: tuple[Any, Any] | None = None
-        # The latest comparison of the same in fp32.
+        # The latest comparison of the same in more bits.
         self._wide: _Round | None = None
 
     def first_that_fits(self, proposals: Sequence[rp_batch.Proposal], count: int) -> Found | str:
@@ -234,7 +246,7 @@ class _Round:
         for rows in _fewer_and_fewer(sizes, is_brief=is_brief):
             try:
                 found = self._fitted(proposal, rows, sum(sizes))
-                return self._confirmed(found, sizes) if self._trial.is_narrow() else found
+                return self._confirmed(found, sizes)
             except Misfit as error:
                 return str(error)
             except Exception as error:
@@ -244,20 +256,21 @@ class _Round:
         return reason
 
     def _confirmed(self, found: Found, sizes: Sequence[int]) -> Found:
-        """Return how the outputs of a few rows merge in fp32; what was `found` if layers cannot compute in it.
+        """Return how the outputs merge in a wider dtype; what was `found` if layers cannot compute in any.
 
         Raises `Misfit` if they do not.
         """
-        self._wide = wide = _Round(self._trial.wide(), self._set_back, is_as_called=False)
-        for rows in _fewer_and_fewer(sizes, is_brief=True):
-            try:
-                wider = wide._fitted(found.proposal, rows, sum(sizes))
-                return replace(wider, is_sure=found.is_sure, granule=found.granule)
-            except Misfit:
-                raise
-            except Exception as error:
-                if isinstance(error, RoundPipeError) and not _lacks_memory(error):
+        for dtype in self._trial.wider():
+            self._wide = wide = _Round(self._trial.wide(dtype), self._set_back, is_as_called=False)
+            for rows in _fewer_and_fewer(sizes, is_brief=not self._trial.is_small()):
+                try:
+                    wider = wide._fitted(found.proposal, rows, sum(sizes))
+                    return replace(wider, is_sure=found.is_sure, granule=found.granule)
+                except Misfit:
                     raise
+                except Exception as error:
+                    if isinstance(error, RoundPipeError) and not _lacks_memory(error):
+                        raise
         return found
 
     def is_random(self) -> bool:

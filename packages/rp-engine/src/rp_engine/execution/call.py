@@ -97,7 +97,7 @@ class Aside:
     `holds_state`: its arguments hold state that layers write, such as a key-value cache, whose tensors stay on the
     devices: it runs there as one microbatch, and no layer runs twice. `stays`: its output stays, too. `kept`: for
     each device, the weights that stay there from call to call; empty: none do. `widening`: makes layers compute in
-    fp32; None: they compute as they do.
+    more bits; None: they compute as they do.
     """
 
     view: View | None = None

@@ -146,7 +146,7 @@ class LayerRuns:
 
     @contextmanager
     def _widened(self, run: _Run, widening: Widening) -> Generator[None]:
-        """Let a layer compute in fp32; what it keeps of that, such as a cached table, goes with its twin."""
+        """Let a layer compute in more bits; what it keeps of that, such as a cached table, goes with its twin."""
         layer = run.facts.index
         before = attributes_of(self._parts(layer))
         try:
