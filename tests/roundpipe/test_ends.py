@@ -43,7 +43,7 @@ class Failing(nn.Module):
 
 def ended(code: str) -> tuple[int, str, str]:
     """The exit status of a process of its own, and what it wrote."""
-    return programs.ended(START + code, ROUNDPIPE_DEVICES="cpu:2")
+    return programs.ended(START + code, whole_end=True, ROUNDPIPE_DEVICES="cpu:2")
 
 
 @pytest.mark.parametrize("owner", ["", ", runtime=Runtime('cpu:1')"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from on_machines import IMPORTS, environment
@@ -93,7 +94,7 @@ with Runtime("cpu:1") as runtime:
 """
 
 
-def _ended(program: str, **environ: str) -> list[tuple[int, str, str]]:
+def _ended(program: str, **environ: Any) -> list[tuple[int, str, str]]:
     port = free_port()
     with ExitStack() as stack:
         programs = [
@@ -105,12 +106,12 @@ def _ended(program: str, **environ: str) -> list[tuple[int, str, str]]:
 
 @pytest.mark.slow
 def test_a_program_may_end_while_its_last_step_is_under_way() -> None:
-    assert _ended(_LEFT_OPEN, FAILS_AT="9") == [(0, "", "")] * 2
+    assert _ended(_LEFT_OPEN, whole_end=True, FAILS_AT="9") == [(0, "", "")] * 2
 
 
 @pytest.mark.slow
 def test_an_error_that_ends_a_program_is_told_at_exit() -> None:
-    (status, _, complaints), (failed, _, _) = _ended(_LEFT_OPEN, FAILS_AT="1")
+    (status, _, complaints), (failed, _, _) = _ended(_LEFT_OPEN, whole_end=True, FAILS_AT="1")
     assert status == failed == 1
     assert "rank 1 is lost: it failed: ZeroDivisionError('in the training loop')" in complaints
 

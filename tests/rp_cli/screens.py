@@ -2,38 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
 import struct
-import subprocess
-import sys
 import termios
-from collections.abc import Sequence
 from pathlib import Path
 
 import pyte
+from programs import COMMAND_LINE, Program
 
 _ROWS = 40
 
 
-def bytes_shown(program: Sequence[str], columns: int, **environment: str) -> bytes:
-    """Run a program of Python in a pseudo-terminal, and return all that it has written there."""
+# The program's terminal is its input and output, too, as if the interpreter had begun there.
+_ON_TERMINAL = """
+import os, sys
+
+os.dup2(1, 0)
+os.dup2(1, 2)
+for name in {absent}:
+    os.environ.pop(name, None)
+sys.stdin = open(0, encoding="utf-8", closefd=False)
+sys.stdout, sys.stderr = (open(place, "w", 1, encoding="utf-8", closefd=False) for place in (1, 2))
+"""
+
+
+def bytes_shown(program: str, *arguments: str, columns: int, **environment: str) -> bytes:
+    """Run code of Python in a pseudo-terminal, and return all that it has written there."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, columns, 0, 0))
-    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-    own = {**inherited, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", **environment}
-    process = subprocess.Popen([sys.executable, *program], stdin=theirs, stdout=theirs, stderr=theirs, env=own)
-    os.close(theirs)
+    absent = [name for name in ("COLUMNS", "LINES", "NO_COLOR") if name not in environment]
+    code = _ON_TERMINAL.format(absent=absent) + program
+    own = {"TERM": "xterm-256color", **environment}
+    with Program(code, *arguments, imports=COMMAND_LINE, stdout=theirs, **own) as running:
+        os.close(theirs)
+        written = _all_of(ours)
+        status, _, complaints = running.end()
+    assert status == 0, written.decode() + complaints
+    return written
+
+
+def _all_of(file: int) -> bytes:
     written = b""
-    with open(ours, "rb", buffering=0) as terminal:
-        try:
-            while part := terminal.read(65536):
-                written += part
-        except OSError:
-            # So ends a terminal that no program has open any more.
-            pass
-    assert process.wait(timeout=100) == 0, written.decode()
+    # A terminal that no program has open any more ends with an error.
+    with open(file, "rb", buffering=0) as terminal, contextlib.suppress(OSError):
+        while part := terminal.read(65536):
+            written += part
     return written
 
 

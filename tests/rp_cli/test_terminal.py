@@ -15,6 +15,7 @@ from rp_reports.progress import Progress, laid_out
 from rp_reports.terminal import wrapped
 
 PROGRAM = str(Path(a_training.__file__))
+TRAINING = "import a_training; a_training.main(sys.argv[1])"
 PICTURES = Path(__file__).parent / "terminal"
 WIDTHS = (60, 80, 100, 160)
 
@@ -22,7 +23,7 @@ WIDTHS = (60, 80, 100, 160)
 @pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("moment", ["training", "evaluating", "ended"])
 def test_a_terminal_looks_as_in_the_picture(moment: str, columns: int) -> None:
-    written = screens.bytes_shown([PROGRAM, moment], columns)
+    written = screens.bytes_shown(TRAINING, moment, columns=columns)
 
     screens.check_golden(PICTURES / f"{moment}-{columns}.txt", screens.picture(written, columns))
 
@@ -37,19 +38,19 @@ def test_each_picture_shows_loss_speed_and_the_time_that_is_left(columns: int) -
 
 
 def test_fits_is_green_once() -> None:
-    assert screens.colours(screens.bytes_shown([PROGRAM, "training"], 80), 80) == {"green": "fits"}
+    assert screens.colours(screens.bytes_shown(TRAINING, "training", columns=80), 80) == {"green": "fits"}
 
 
 @pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_no_colours_where_they_are_not_allowed(environment: dict[str, str]) -> None:
-    assert b"\x1b[1;" not in screens.bytes_shown([PROGRAM, "training"], 80, **environment)
+    assert b"\x1b[1;" not in screens.bytes_shown(TRAINING, "training", columns=80, **environment)
 
 
 def test_a_refusal_that_something_does_not_fit_is_red() -> None:
     program = "from rp_cli.main import _complain; from rp_strangers.visible import visible_output\n"
     program += "with visible_output(): _complain('this does not fit: \\x1b[2J host memory is short', 2)"
 
-    written = screens.bytes_shown(["-c", program], 80)
+    written = screens.bytes_shown(program, columns=80)
 
     assert screens.colours(written, 80) == {"red": "does not fit"}
     assert b"\x1b[2J" not in written

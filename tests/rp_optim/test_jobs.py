@@ -175,7 +175,7 @@ if os.fork() == 0:
     sys.exit()
 os.wait()
 """
-    _, told, complaints = ended(code)
+    _, told, complaints = ended(code, whole_end=True)
     assert complaints == ""
     assert "spawn" in told
     assert told.endswith("\n2\n")

@@ -181,4 +181,4 @@ thread = rp_optim.OptimizerThread()
 torch.get_num_threads = late
 thread.submit(print, "ran")
 """
-    assert ended(code) == (0, "ran\n", "")
+    assert ended(code, whole_end=True) == (0, "ran\n", "")
