@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import re
 import shutil
 import sys
@@ -284,6 +285,89 @@ def test_a_run_on_images_goes_on_to_the_last_bit_but_not_with_other_images(folde
     tmp_path.joinpath("a.png").write_bytes(png(9))
     assert trained(folders["qwen3-vl"], tmp_path, records, *more, "--resume")[0] == 2
     assert "--resume needs the same data" in " ".join(capsys.readouterr().err.split())
+
+
+# --- what comes after
+
+
+def completed_plainly(folder: Path, prompts: Sequence[tuple[str, Sequence[Any]]]) -> list[str]:
+    """What transformers says to each prompt with its images, one by one."""
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    processor = AutoProcessor.from_pretrained(folder)
+    found = []
+    for asked, images in prompts:
+        parts = [*({"type": "image", "image": one} for one in images), {"type": "text", "text": asked}]
+        inputs = processor.apply_chat_template(
+            [{"role": "user", "content": parts}],
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        tokens = model.generate(**inputs, max_new_tokens=6, do_sample=False, use_cache=True)
+        found.append(
+            processor.tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=pytest.mark.slow if at else ()) for at, one in enumerate(vision.FAMILIES)]
+)
+def test_a_run_on_images_is_evaluated_and_completes_prompts_with_images(family, folders, tmp_path, capsys):
+    records = [chat(uri(png(2)), uri(png(3))), chat(), chat(uri(png(1))), chat(uri(png(4)))] * 2
+    code, run = trained(folders[family], tmp_path, records, "--held-out", "0.3", "--eval-every", "3")
+    assert code == 0
+    last = [line["held_out_loss"] for line in finetuning.lines(run) if "held_out_loss" in line][-1]
+    capsys.readouterr()
+
+    assert main(["eval", str(run), "--json"]) == 0
+
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(last, rel=1e-5)
+    pictures = [vision.picture(number, width=7 + 4 * number) for number in range(3)]
+    for number, one in enumerate(pictures):
+        one.save(tmp_path / f"{number}.png")
+    shown = [pictures[:1], pictures[1:], pictures[2:]]
+    rows = [
+        {"messages": [{"role": "user", "content": "what is it?"}], "images": ["0.png"]},
+        {"prompt": "one two"},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image", "path": "1.png"},
+                        {"type": "image", "path": "2.png"},
+                        {"type": "text", "text": "both?"},
+                    ],
+                }
+            ]
+        },
+        {"messages": [{"role": "user", "content": "<image>what is it?"}], "image": "2.png"},
+    ]
+    prompts = finetuning.json_lines(tmp_path / "prompts.jsonl", rows)
+    asked = ["--prompts", str(prompts), "--output", str(tmp_path / "said.jsonl"), "--max-tokens", "6", "--greedy"]
+    assert main(["generate", str(run), *asked]) == 0
+    said = [json.loads(line)["completion"] for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    expected = completed_plainly(
+        run / "model", list(zip(["what is it?", "both?", "what is it?"], shown, strict=True))
+    )
+    assert [said[0], *said[2:]] == expected
+    tmp_path.joinpath("2.png").write_bytes(b"no image")
+    assert main(["generate", str(run), *asked, "--overwrite"]) == 2
+    assert "prompts.jsonl:3: image 2 of 2 cannot be decoded" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_images_in_prompts_for_a_model_of_text_are_refused(tmp_path, capsys):
+    folder = finetuning.make_model(tmp_path / "model")
+    prompts = finetuning.json_lines(
+        tmp_path / "prompts.jsonl", [{"messages": [{"role": "user", "content": "what?"}], "images": ["0.png"]}]
+    )
+
+    assert main(["generate", str(folder), "--prompts", str(prompts), "--output", str(tmp_path / "said")]) == 2
+
+    assert "the prompts have images, but" in " ".join(capsys.readouterr().err.split())
 
 
 # --- what processors and files may have

@@ -14,6 +14,7 @@ from typing import Any
 import finetuning
 import pytest
 import torch
+import vision
 from processes import free_port
 from programs import COMMAND_LINE, Program
 from rp_cli.main import main
@@ -159,6 +160,34 @@ def test_several_processes_train_as_one(
     assert {path.name for path in folder.iterdir()} == {path.name for path in truth.iterdir()}
     own = {path.name for path in (folder / "checkpoints" / "step-00000002" / "roundpipe").iterdir()}
     assert {f"optimizers-of-machine-{rank}.safetensors" for rank in range(size)} <= own
+
+
+@pytest.mark.slow
+def test_several_processes_train_on_images_as_one(machines: dict[str, Machine], tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    shown = [[0], [], [1, 2], [3], [0, 3], []]
+    for number in range(4):
+        vision.picture(number, width=7 + 3 * number).save(tmp_path / f"{number}.png")
+    records = [
+        {
+            "messages": [
+                {"role": "user", "content": "what is it?"},
+                {"role": "assistant", "content": finetuning.words(number, 2)},
+            ],
+            "images": [f"{one}.png" for one in images],
+        }
+        for number, images in enumerate(shown * 2)
+    ]
+    data = finetuning.json_lines(tmp_path / "data.jsonl", records)
+    model = vision.make_model(tmp_path / "model", "qwen3-vl")
+    command = ["train", "--model", str(model), "--data", str(data), "--sequence", "256", "--batch", "6", "--steps"]
+    command += ["3", "--held-out", "0.3", "--eval-every", "2", "--num-microbatch", "2", "--devices", "cpu:1"]
+    assert main([*command, "--output", str(tmp_path / "alone")]) == 0
+
+    (status, _, told), other = run([[*command, "--output", str(tmp_path / "run")]] * 2, machines)
+
+    assert (status, other) == (0, (0, "", "")), told
+    assert_close(tmp_path / "run", tmp_path / "alone")
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def _of_loss(source: Source, options: EvalOptions) -> None:
     data = held_out(source, options)
     for note in data.notes:
         say(note, sys.stderr)
-    with model_of(source, options) as model:
+    with model_of(source, options, with_images=data.has_images) as model:
         loss = _loss(model, data, options)
     found: dict[str, Any] = {
         "loss": loss,

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from rp_data.batching.batches import Sequences
+from rp_data.batching.collating import collator_of
 from rp_data.documents import Documents
 from rp_data.documents import held_out as divided
 from rp_data.library import library_source
-from rp_data.reading import Manner, check_some, read_all
+from rp_data.reading import Eyes, Manner, check_some, read_all
 from rp_sources.sources import Source
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning import Evaluation
@@ -21,6 +22,7 @@ from rp_trainer.finetuning import Evaluation
 from rp_cli.evaluating.options import EvalOptions
 from rp_cli.finetune.model import pad_of, placeholders_in
 from rp_cli.finetune.resumed import CLOCK
+from rp_cli.talking.seeing import sight_in
 from rp_cli.talking.speaker import loaded_tokenizer
 
 _SEQUENCE = 2048
@@ -28,7 +30,10 @@ _SEQUENCE = 2048
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """What to evaluate on. `name`: what users call it; `size`: tokens of a sequence; `learned`: that count."""
+    """What to evaluate on. `name`: what users call it; `size`: tokens of a sequence; `learned`: that count.
+
+    `has_images`: whether the model must read some.
+    """
 
     evaluation: Evaluation
     name: str
@@ -37,6 +42,7 @@ class HeldOut:
     tokens: int
     learned: int
     notes: Sequence[str]
+    has_images: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +64,21 @@ def held_out(source: Source, options: EvalOptions) -> HeldOut:
     wanted = _given(options, run) if options.data is not None else _of_run(source, options, run)
     # Rows with these are no data of the run either.
     manner = replace(wanted.manner, placeholders=placeholders_in(source.model / "config.json"))
-    tokenizer, _, read = read_all(partial(loaded_tokenizer, source), wanted.given, manner)
+    eyes = Eyes(partial(sight_in, source))
+    tokenizer, _, read = read_all(partial(loaded_tokenizer, source), wanted.given, manner, eyes=eyes)
+    collator = collator_of(read, eyes.load, eyes.spool)
     documents = read[-1]
     notes = [*documents.notes.lines(wanted.given[-1][0]), *_changed(wanted, read)]
     if wanted.part:
         _, documents = divided(documents, wanted.part)
     check_some(wanted.name, wanted.manner.sequence, documents)
-    sequences = Sequences(documents, size=wanted.manner.sequence, packing=wanted.packing, seed=wanted.seed)
+    sequences = Sequences(
+        documents,
+        size=wanted.manner.sequence,
+        packing=wanted.packing and collator is None,
+        seed=wanted.seed,
+        collator=collator,
+    )
     return HeldOut(
         Evaluation(sequences.batches(options.batch, pad_of(tokenizer))),
         wanted.name,
@@ -73,6 +87,7 @@ def held_out(source: Source, options: EvalOptions) -> HeldOut:
         documents.tokens,
         documents.labels,
         notes,
+        collator is not None,
     )
 
 

@@ -57,9 +57,10 @@ def check_causality(model: RoundPipe, vocabulary: int, *, is_packed: bool, shape
 def check_images(model: RoundPipe, call: Mapping[str, Any], place: str, processor: str) -> None:
     """Raise `Refused` unless the model takes images as its processor makes them. `call`: arguments with some.
 
-    `place`: of the row with these. The classes of errors of a model's code for what it was not made for are any.
+    `place`: of the row with these. There is a microbatch a row, of which each machine has one. The classes of
+    errors of a model's code for what it was not made for are any.
     """
-    config = RoundPipeRunConfig(num_microbatch=1)
+    config = RoundPipeRunConfig(num_microbatch=len(call["input_ids"]))
     try:
         with _trying(model):
             model.loss(input_kwargs=dict(call), run_config=config)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rp_data.batching.ahead import Ahead
 from rp_data.batching.batches import Sequences, Steps
-from rp_data.batching.collating import Collator
+from rp_data.batching.collating import Collator, collator_of
 from rp_data.documents import Documents, held_out
 from rp_data.gathered import Gathered
 from rp_data.images.pictures import Spool
@@ -43,12 +43,12 @@ class Data:
     notes: Sequence[str]
     sight: Sight | None = None
 
-    def with_images(self, pad: int) -> tuple[str, dict[str, Tensor]] | None:
-        """Return the place of the first image to train on, and the arguments of a call with its row alone."""
+    def with_images(self, pad: int, rows: int) -> tuple[str, dict[str, Tensor]] | None:
+        """Return the place of the first image to train on, and a call's arguments with its row so many times."""
         document = next((one for one in self.training.all if one.seen), None)
         if document is None or document.seen is None:
             return None
-        return document.seen.pictures[0].place, self.sequences.of([[document]], pad)
+        return document.seen.pictures[0].place, self.sequences.of([[document]] * rows, pad)
 
 
 def read_data(options: FineTuning, clock: datetime) -> tuple[Any, Data]:
@@ -71,14 +71,11 @@ def read_data(options: FineTuning, clock: datetime) -> tuple[Any, Data]:
 
 def _collator(options: FineTuning, read: Sequence[Documents], eyes: Eyes) -> Collator | None:
     """Return what adds images to batches; None if the data has none."""
-    if not any(documents.images for documents in read):
-        for name in ("min_pixels", "max_pixels"):
-            if getattr(options, name) is not None:
-                raise Refused(f"--{name.replace('_', '-')} is for images, but the data has none; omit it")
-        return None
-    sight = eyes.load()
-    assert isinstance(sight, Sight)
-    return Collator(sight, eyes.spool, sorted({name for documents in read for name in documents.shaped}))
+    collator = collator_of(read, eyes.load, eyes.spool)
+    for name in ("min_pixels", "max_pixels"):
+        if collator is None and getattr(options, name) is not None:
+            raise Refused(f"--{name.replace('_', '-')} is for images, but the data has none; omit it")
+    return collator
 
 
 def _data(

@@ -18,7 +18,6 @@ from rp_reports.terminal import say
 from rp_reports.trackers import Tracked, check_trackers
 from rp_sched.report.render import svg
 from rp_sources.trained_on import KEY
-from rp_trainer.errors import Refused
 from rp_trainer.finetuning import InFolder, Outcome, Report, taken
 from rp_trainer.finetuning import fine_tune as train
 from rp_trainer.finetuning.files import MODEL, check_profile, has_run
@@ -90,7 +89,6 @@ def _fine_tune(given: FineTuning, processes: Processes, folder: Folder | None) -
     # The first machine's, so that all make the same tokens.
     clock = datetime.fromisoformat(processes.lead(lambda: clock_of(given).isoformat()))
     options, tokenizer, data = processes.all(lambda: _inputs(given, clock))
-    _check_alone(data, processes)
     processes.same(_facts(options, data))
     if processes.lead(lambda: _is_finished(options, data)):
         say(f"the run in {options.output} is finished; nothing is left to do")
@@ -109,13 +107,6 @@ def _fine_tune(given: FineTuning, processes: Processes, folder: Folder | None) -
         model = wrapped(options, runtime, count, tokens, with_images=data.sight is not None)
         outcome = _train(options, tokenizer, data, model, processes, folder, page, identity)
     _tell(outcome)
-
-
-def _check_alone(data: Data, processes: Processes) -> None:
-    if data.sight is not None and processes.size > 1:
-        raise Refused(
-            f"images are trained on by one process, but there are {processes.size}; start it without torchrun"
-        )
 
 
 def _tell(outcome: Outcome) -> None:
@@ -198,7 +189,7 @@ def _train(
 ) -> Outcome:
     shaped = () if data.sight is None else data.training.shaped
     check_causality(model, vocabulary_of(model.named_model), is_packed=options.packing, shaped=shaped)
-    if data.sight is not None and (shown := data.with_images(pad_of(tokenizer))) is not None:
+    if data.sight is not None and (shown := data.with_images(pad_of(tokenizer), processes.size)) is not None:
         place, call = shown
         check_images(model, call, place, type(data.sight.processor).__name__)
     settings = settings_of(options, data.steps)

@@ -37,7 +37,7 @@ def generate(options: GenerateOptions) -> None:
     first = max(number for number, start in enumerate(starts) if start <= output.num_done)
     with (
         output.written(starts[first]),
-        speaking(options) as speaker,
+        speaking(options, with_images=any(prompt.images for prompt in prompts)) as speaker,
         tqdm(
             total=len(prompts), initial=starts[first], desc="generate", unit="prompt", disable=options.quiet
         ) as bar,
@@ -65,7 +65,7 @@ def _batches(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]
     """Prompts in their order, those that are completed together of one kind."""
     batch: list[Prompt] = []
     for prompt in prompts:
-        if batch and (len(batch) == size or (batch[0].text is None) != (prompt.text is None)):
+        if batch and (len(batch) == size or batch[0].kind != prompt.kind):
             yield batch
             batch = []
         batch.append(prompt)
@@ -75,8 +75,10 @@ def _batches(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]
 def _completed(speaker: Speaker, batch: Sequence[Prompt]) -> list[str]:
     with refusing(f"{batch[0].place}: ", (Refused,)):
         is_form = batch[0].text is None
-        texts = [prompt.text or speaker.text_of(prompt.row["messages"]) for prompt in batch]
+        texts = [prompt.text or speaker.text_of(prompt.messages) for prompt in batch]
         try:
+            if batch[0].images:
+                return speaker.complete_seen(texts, [prompt.pictures() for prompt in batch])
             return speaker.complete(texts, is_form=is_form)
         except torch.OutOfMemoryError as error:
             raise Refused(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from rp_data.images.decoding import decoded
+from rp_data.images.sources import Source
+from rp_data.rows.images import columns, with_images
+from rp_data.rows.messages import IMAGE, Message, messages_of
 from rp_strangers.refusing import refusing
 from rp_trainer.errors import Refused
 
@@ -16,11 +20,25 @@ _JSON = (".jsonl", ".ndjson")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A row of the file. `place`: for messages. `text`: a prompt; None if the row has messages."""
+    """A row of the file. `place`: for messages. `text`: a prompt; None if the row has messages.
+
+    `messages`: those of the row, in which a part stands for each of the `images`.
+    """
 
     place: str
     row: dict[str, Any]
     text: str | None
+    messages: Sequence[Message] = ()
+    images: Sequence[Source] = ()
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """What prompts that are completed together have in common: whether they are texts, and have images."""
+        return self.text is not None, bool(self.images)
+
+    def pictures(self) -> list[Any]:
+        """Return its images in RGB. Raises `Refused`, with the place, for one that cannot be read."""
+        return [decoded(image.place, image.content()[0]) for image in self.images]
 
 
 def prompts_in(file: Path, system: str | None) -> list[Prompt]:
@@ -34,7 +52,7 @@ def prompts_in(file: Path, system: str | None) -> list[Prompt]:
     if system is not None and not is_json:
         raise Refused("--system begins conversations, but --prompts has texts; give JSON lines with 'messages'")
     found = [
-        _of_json(place, line, system) if is_json else Prompt(place, {"prompt": line}, line)
+        _of_json(place, line, system, file.parent) if is_json else Prompt(place, {"prompt": line}, line)
         for place, line in ((f"--prompts {file}:{number}", line) for number, line in enumerate(lines, 1))
         if line.strip()
     ]
@@ -43,7 +61,7 @@ def prompts_in(file: Path, system: str | None) -> list[Prompt]:
     return found
 
 
-def _of_json(place: str, line: str, system: str | None) -> Prompt:
+def _of_json(place: str, line: str, system: str | None, folder: Path) -> Prompt:
     with refusing(f"{place} is no JSON: "):
         read: Any = json.loads(line)
     if isinstance(read, str):
@@ -58,7 +76,17 @@ def _of_json(place: str, line: str, system: str | None) -> Prompt:
         raise Refused(f"{place} must have 'prompt', a text, or 'messages' with 'role' and 'content', but does not")
     if system is not None and messages[0]["role"] != "system":
         row = {**row, "messages": [{"role": "system", "content": system}, *_items(messages)]}
-    return Prompt(place, row, None)
+    if not _shows(row):
+        return Prompt(place, row, None, row["messages"])
+    messages, images = with_images(place, row, messages_of(place, "messages", row["messages"]), folder)
+    return Prompt(place, row, None, messages, images)
+
+
+def _shows(row: dict[str, Any]) -> bool:
+    contents = [message["content"] for message in row["messages"]]
+    parts = [part for content in contents if isinstance(content, list) for part in _items(content)]
+    kinds = [str(cast("Message", part).get("type")) for part in parts if isinstance(part, dict)]
+    return bool(columns(row)) or any(IMAGE in kind for kind in kinds)
 
 
 def _items(messages: Any) -> Iterator[Any]:

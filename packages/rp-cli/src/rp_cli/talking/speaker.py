@@ -14,6 +14,10 @@ import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained
 from rp_adapters.making import put_on
 from rp_adapters.vocabulary import grown_for
+from rp_data.chat.contents import in_parts, takes_parts
+from rp_data.images.processor import Sight
+from rp_estimate.meta.meta_model import config_of
+from rp_estimate.meta.model_class import model_class
 from rp_presets import DamagedFile, UnsupportedModel, check_checkpoint, check_tokenizer, unasked
 from rp_sources.models import called
 from rp_sources.sources import Source, source_of
@@ -27,6 +31,7 @@ from torch import nn
 from rp_cli.finetune.devices import chosen, opened
 from rp_cli.finetune.model import without_bars
 from rp_cli.talking.options import ModelOptions, TalkOptions
+from rp_cli.talking.seeing import sight_in
 
 Message = Mapping[str, Any]
 # Letters of several kinds, many of each: some expressions of tokenizers take for ever on them.
@@ -40,11 +45,12 @@ _TOKENIZER_BYTES, _BYTES_A_LETTER = 2**20, 2**6
 
 @dataclass(frozen=True, slots=True)
 class Speaker:
-    """Completes prompts. `sampling`: arguments of `generate`."""
+    """Completes prompts. `sampling`: arguments of `generate`. `sight`: what reads images, if there are some."""
 
     model: RoundPipe
     tokenizer: Any  # each model has its own class
     sampling: Mapping[str, Any]
+    sight: Sight | None = None
 
     @property
     def talks(self) -> bool:
@@ -61,7 +67,11 @@ class Speaker:
                 "the tokenizer has no chat template, so conversations have no form; give a 'prompt' in place of "
                 "'messages', or a --tokenizer that has one"
             )
-        return _rendered(self.tokenizer, messages)
+
+        def render(some: Sequence[Message]) -> str:
+            return _rendered(self.tokenizer, some)
+
+        return render(in_parts(messages) if takes_parts(render) else messages)
 
     def complete(self, texts: Sequence[str], *, is_form: bool = False, streamer: Any = None) -> list[str]:
         """Complete texts together; return what follows each.
@@ -72,39 +82,50 @@ class Speaker:
         given = self.tokenizer(
             list(texts), return_tensors="pt", padding=True, padding_side="left", add_special_tokens=not is_form
         )
+        return self._completed({name: given[name] for name in ("input_ids", "attention_mask")}, streamer)
+
+    def complete_seen(self, texts: Sequence[str], images: Sequence[Sequence[Any]]) -> list[str]:
+        """Complete conversations in the model's form, each with its images; return what follows each."""
+        assert self.sight is not None
+        with refusing_all("the processor refuses these images: ", told):
+            given = self.sight.prompts(texts, images)
+        return self._completed(given)
+
+    def _completed(self, given: Mapping[str, Any], streamer: Any = None) -> list[str]:
         ids = given["input_ids"]
         if not ids.shape[1]:
             raise Refused("a prompt must have at least one token, but has none")
         with refusing(f"{self.model.name} does not generate: "):
-            found = self.model.generate(
-                ids, attention_mask=given["attention_mask"], streamer=streamer, **self.sampling
-            )
+            found = self.model.generate(**given, streamer=streamer, **self.sampling)
         return self.tokenizer.batch_decode(found[:, ids.shape[1] :], skip_special_tokens=True)
 
 
 @contextmanager
-def speaking(options: TalkOptions) -> Generator[Speaker]:
-    """Load what the options name, and let go of the devices at the end.
+def speaking(options: TalkOptions, *, with_images: bool = False) -> Generator[Speaker]:
+    """Load what the options name, and let go of the devices at the end. `with_images`: to read some, too.
 
     Raises `Refused` for what is not there or cannot be loaded, `HostMemoryShort`.
     """
     source = source_of(options)
     tokenizer = checked_tokenizer(source)
-    with model_of(source, options) as model:
+    sight = sight_in(source) if with_images else None
+    if isinstance(sight, str):
+        raise Refused(f"the prompts have images, but {sight}")
+    with model_of(source, options, with_images=with_images) as model:
         torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
         config = RoundPipeRunConfig(num_microbatch=getattr(options, "microbatches", 1))
-        yield Speaker(model, tokenizer, {**_sampling(options, tokenizer), "roundpipe_run_config": config})
+        yield Speaker(model, tokenizer, {**_sampling(options, tokenizer), "roundpipe_run_config": config}, sight)
 
 
 @contextmanager
-def model_of(source: Source, options: ModelOptions) -> Generator[RoundPipe]:
-    """Load a model in evaluation mode, and let go of the devices at the end.
+def model_of(source: Source, options: ModelOptions, *, with_images: bool = False) -> Generator[RoundPipe]:
+    """Load a model in evaluation mode, and let go of the devices at the end. `with_images`: to read some, too.
 
     Raises `Refused` for what cannot be loaded, `HostMemoryShort`.
     """
     devices, dtype = chosen(options.devices, options.dtype)
     with opened(devices, ALONE) as runtime:
-        yield _loaded(source, runtime, getattr(torch, dtype), called(options.run))
+        yield _loaded(source, runtime, getattr(torch, dtype), called(options.run), with_images)
 
 
 def checked_tokenizer(source: Source) -> Any:
@@ -145,7 +166,7 @@ def loaded_tokenizer(source: Source) -> Any:
     return tokenizer
 
 
-def _loaded(source: Source, runtime: Runtime, dtype: torch.dtype, name: str) -> RoundPipe:
+def _loaded(source: Source, runtime: Runtime, dtype: torch.dtype, name: str, with_images: bool) -> RoundPipe:
     without_bars()
     with (
         warnings.catch_warnings(),
@@ -158,7 +179,10 @@ def _loaded(source: Source, runtime: Runtime, dtype: torch.dtype, name: str) -> 
         check_checkpoint(source.model)
         adapt = None if source.adapter is None else partial(_with_adapter, folder=source.adapter)
         given: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False, "runtime": runtime, "name": name}
-        model = from_pretrained(source.model, adapt=adapt, use_sequential_preset=True, **given)
+        maker = model_class(config_of(source.model / "config.json", is_stored=True), with_images=with_images)
+        model = from_pretrained(source.model, maker, adapt=adapt, use_sequential_preset=True, **given)
+    if with_images and (reason := getattr(model.model, "refuses_images", "")):
+        raise Refused(f"{source.model} cannot be run on images by this command: {reason}")
     assert isinstance(model, RoundPipe)
     return model.eval()
 

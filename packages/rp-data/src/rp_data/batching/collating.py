@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import Any
@@ -13,7 +13,7 @@ from rp_trainer.errors import Refused
 from torch import Tensor
 from torch.nn.functional import pad as padded
 
-from rp_data.documents import Document
+from rp_data.documents import Document, Documents
 from rp_data.images.decoding import decoded
 from rp_data.images.pictures import Picture, Spool
 from rp_data.images.processor import Sight
@@ -68,6 +68,18 @@ class Collator:
                     f"{document.seen.pictures[0].place}: the processor makes other tokens of this row now than "
                     "when the data was read; begin a new run"
                 )
+
+
+def collator_of(read: Sequence[Documents], load: Callable[[], Sight | str], spool: Spool) -> Collator | None:
+    """Return what adds images to the batches of these documents; None if they show none.
+
+    `load`, `spool`: what has read them, see `rp_data.Eyes`.
+    """
+    if not any(documents.images for documents in read):
+        return None
+    sight = load()
+    assert isinstance(sight, Sight)
+    return Collator(sight, spool, sorted({name for documents in read for name in documents.shaped}))
 
 
 def _pictures(document: Document) -> Sequence[Picture]:

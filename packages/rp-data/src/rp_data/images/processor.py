@@ -162,12 +162,18 @@ class Sight:
         """Return what the processor makes of texts and their images: padded at the right, and in their order."""
         return self._processed(texts, images)
 
-    def _processed(self, texts: Sequence[str], images: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
+    def prompts(self, texts: Sequence[str], images: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
+        """Return the same, padded at the left, for texts that are to be gone on with."""
+        return self._processed(texts, images, padded_at="left")
+
+    def _processed(
+        self, texts: Sequence[str], images: Sequence[Sequence[Any]], *, padded_at: str = "right"
+    ) -> dict[str, Tensor]:
         found = self._own(
             text=list(texts),
             images=[list(some) for some in images],
             padding=True,
-            padding_side="right",
+            padding_side=padded_at,
             add_special_tokens=False,
             return_tensors="pt",
         )
