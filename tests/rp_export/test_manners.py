@@ -8,6 +8,7 @@ import pytest
 from rp_export import Made, Manner, export, merge, write_card
 from rp_sources import Source, Wanted, source_of
 from rp_trainer.errors import Refused
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
 @pytest.fixture
@@ -53,3 +54,20 @@ def test_a_card_has_the_options_that_are_handed_in_alone(tmp_path: Path, source:
     assert "- data: data.jsonl" in told
     assert "secret" not in told
     assert "Recipe" not in (tmp_path / "README.md").read_text()
+
+
+def test_llama_cpps_converter_is_told_what_is_asked(tmp_path: Path) -> None:
+    checkout, model = tmp_path / "llama.cpp", tmp_path / "model"
+    checkout.mkdir()
+    noting = "import sys; from pathlib import Path; Path(sys.argv[3]).write_text(' '.join(sys.argv[4:]))"
+    for name in ("convert_hf_to_gguf.py", "convert_lora_to_gguf.py"):
+        (checkout / name).write_text(noting)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32)).save_pretrained(model)
+    manner = Manner(format="gguf", type="q8_0", llama_cpp=checkout, unchecked=True)
+
+    done = export(source_of(Wanted(model)), tmp_path / "made", manner)
+
+    assert done.told == "not compared with the model's"
+    assert (tmp_path / "made" / "model.gguf").read_text() == "--outtype q8_0"
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
