@@ -191,28 +191,55 @@ def test_counts_are_those_of_torchs_counter_on_a_real_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "dtype", "masters"),
+    ("optimizer", "dtype", "masters", "compute"),
     [
-        *((name, torch.bfloat16, torch.float32) for name in OPTIMIZERS),
-        ("adamw", torch.float32, torch.float32),
-        ("adamw", torch.bfloat16, torch.bfloat16),
-        ("muon", torch.bfloat16, torch.bfloat16),
+        *((name, torch.bfloat16, torch.float32, "bf16") for name in OPTIMIZERS),
+        ("adamw", torch.float32, torch.float32, "bf16"),
+        ("adamw", torch.bfloat16, torch.bfloat16, "bf16"),
+        ("adamw", torch.bfloat16, torch.float32, "fp8"),
+        ("muon", torch.bfloat16, torch.bfloat16, "bf16"),
     ],
 )
-def test_host_memory_is_the_engines_own_forecast(optimizer: str, dtype: torch.dtype, masters: torch.dtype) -> None:
+def test_host_memory_is_the_engines_own_forecast(
+    optimizer: str, dtype: torch.dtype, masters: torch.dtype, compute: str
+) -> None:
     config = Qwen3Config(**SHAPE, tie_word_embeddings=True)
     row = to_sequential(AutoModelForCausalLM.from_config(config, dtype=dtype))
     with Runtime("cpu:1") as runtime:
-        model = RoundPipe(row, optim_dtype=masters, runtime=runtime, double_buffer=False)
+        model = RoundPipe(row, optim_dtype=masters, runtime=runtime, double_buffer=False, compute=compute)
         named = list(model.optim_named_parameters())
         is_muon = optimizer == "muon"
         trained = muon_groups(model.named_model, named, lr=0.1) if is_muon else [one for _, one in named]
         engine = model.memory_forecast(OPTIMIZERS[optimizer](trained), additions=2).whole
-    workload = Workload.of(on_meta(config, dtype), Training(sequence=16, optimizer=optimizer, optim_dtype=masters))
+    how = Training(sequence=16, optimizer=optimizer, optim_dtype=masters, compute=compute)
+    workload = Workload.of(on_meta(config, dtype), how)
     layers = range(len(workload.observed.facts))
     tasks = [Task("FB", layers, range(0, 2), 0), Task("FB", layers, range(2, 4), 1)]
     ours = workload.forecast(tasks, 4, 1, Machine(CARDS[0], 2, None, 100.0)).whole
     assert replace(ours, activations=0) == replace(engine, activations=0)
+    assert (ours.codes > 0) == (compute == "fp8")
+
+
+def test_weights_that_multiply_in_fp8_travel_in_a_byte() -> None:
+    card = card_named("H100")
+    assert card is not None
+    plain, coded = (
+        Workload.of(
+            on_meta(Qwen3Config(**SHAPE, tie_word_embeddings=True), torch.bfloat16),
+            Training(sequence=16, compute=kind),
+        )
+        for kind in ("bf16", "fp8")
+    )
+    costs = [one.costs(1, card)[1] for one in (plain, coded)]
+    linear = 64 * 16 * (4 + 2 + 2 + 4) + 3 * 64 * 80
+    rows = 16 * (4 + 2 + 2) + 64 + 2 * 80 + 64
+
+    assert costs[0].weight_bytes - costs[1].weight_bytes == linear - 4 * rows
+    assert costs[0].trainable_bytes == costs[1].trainable_bytes
+    # Codes turned, with a scale for each input.
+    assert costs[1].kept_bytes - costs[0].kept_bytes == linear + 4 * (6 * 64 + 80)
+    more = coded.step_bytes() * coded.trained - plain.step_bytes() * plain.trained
+    assert more == pytest.approx(3 * 3 * linear)
 
 
 def test_activations_between_stages_are_counted_on_the_host() -> None:

@@ -1,5 +1,6 @@
 """What foresees a model's memory and times before it runs: for plans, refusals and tables."""
 
+from rp_state.codes.layout import coded_indices, device_nbytes
 from rp_state.shards import Owners, Shards, Undivided
 from rp_telemetry.measurements import Rates
 from rp_telemetry.tables import readable_bytes
@@ -30,8 +31,10 @@ __all__ = [
     "Rates",
     "Shards",
     "Undivided",
+    "coded_indices",
     "counts_of",
     "current_limit",
+    "device_nbytes",
     "fastest",
     "gradient_itemsize",
     "held_at_once",

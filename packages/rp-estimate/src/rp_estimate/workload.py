@@ -19,6 +19,8 @@ from rp_engine.estimates import (
     Owners,
     Shards,
     Undivided,
+    coded_indices,
+    device_nbytes,
     gradient_itemsize,
     held_at_once,
     needed_by,
@@ -54,6 +56,8 @@ OPTIM_DTYPE = torch.float32
 # Gradient, master and moments are read; master, moments and weight are written. The upper half of a split master
 # is the weight.
 _STEP_BYTES, _SPLIT_STEP_BYTES, _STEP_STATE_TIMES = 12, 10, 2
+# Codes are made of the weights, and written.
+_CODE_STEP_BYTES = 3
 # State on disk also comes to memory and leaves it.
 _DISK_STATE_TIMES = 4
 _WEIGHT_BYTES = 2
@@ -260,7 +264,8 @@ class Workload:
         )
         own = _SPLIT_STEP_BYTES if self.how.master_kind == "split" else _STEP_BYTES
         times = _DISK_STATE_TIMES if self.how.drive.is_there else _STEP_STATE_TIMES
-        moved = own * self.trained + times * state + self._muon_flops / _MUON_FLOPS_PER_BYTE
+        moved = own * self.trained + times * state + _CODE_STEP_BYTES * self._coded
+        moved += self._muon_flops / _MUON_FLOPS_PER_BYTE
         return moved * _WEIGHT_BYTES / nbytes if nbytes else 0.0
 
     @cached_property
@@ -291,8 +296,12 @@ class Workload:
                 LayerCost(
                     facts.forward_flops.of(sequences) * flops_ms - saved_ms * self._fp8.forward_flops(at),
                     facts.backward_flops.of(sequences) * flops_ms - saved_ms * self._fp8.backward_flops(at),
-                    weight_bytes=self._block_bytes(at, {"trainable", "frozen", "buffer"}),
-                    trainable_bytes=self._block_bytes(at, {"trainable"}),
+                    weight_bytes=sum(
+                        device_nbytes(one.layout, one.tensors, self._fp8.coded) for one in self._blocks.get(at, ())
+                    ),
+                    trainable_bytes=sum(
+                        one.layout.nbytes for one in self._blocks.get(at, ()) if one.kind == "trainable"
+                    ),
                     boundary_bytes=sequences * facts.boundary_bytes,
                     kept_bytes=int(facts.kept_bytes.of(sequences, COMPILED_SHARE)) + self._fp8.codes_bytes(at),
                     forward_launch_ms=FORWARD_PART * launch_ms,
@@ -305,16 +314,19 @@ class Workload:
     def _fp8(self) -> Fp8Share:
         return Fp8Share.of(self.observed.modules if self.how.compute == "fp8" else [])
 
-    def _block_bytes(self, at: int, kinds: set[str]) -> int:
-        return sum(nbytes for kind, nbytes in self._blocks.get(at, ()) if kind in kinds)
+    @cached_property
+    def _blocks(self) -> dict[int, list[Group]]:
+        """The blocks by the last layer that uses them: a stage uploads each once."""
+        blocks: dict[int, list[Group]] = {}
+        for one in self.groups:
+            blocks.setdefault(max(one.users), []).append(one)
+        return blocks
 
     @cached_property
-    def _blocks(self) -> dict[int, list[tuple[str, int]]]:
-        """The kinds and bytes of blocks by the last layer that uses them: a stage uploads each once."""
-        blocks: dict[int, list[tuple[str, int]]] = {}
-        for one in self.groups:
-            blocks.setdefault(max(one.users), []).append((one.kind, one.layout.nbytes))
-        return blocks
+    def _coded(self) -> int:
+        """The number of elements of weights that travel as codes."""
+        found = ((one, coded_indices(one.tensors, self._fp8.coded)) for one in self._trainable)
+        return sum(one.tensors[index].numel() for one, indices in found for index in indices)
 
     @cached_property
     def _trained_bytes(self) -> int:
@@ -368,6 +380,7 @@ class Workload:
             second_blocks=second_blocks,
             additions=additions,
             shards=shards,
+            coded=self._fp8.coded,
         )
         state = self._state_memory_bytes(shards)
         more = HostBytes(optimizer_state=state, activations=activations)

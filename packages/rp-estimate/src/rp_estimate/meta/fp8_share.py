@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from rp_packing import Fp8, choose, codes_bytes
+from rp_packing import Fp8, choose, codes_bytes, only_multiplied
 from rp_trainer.errors import Refused
 from torch import nn
 
@@ -27,17 +27,19 @@ class Fp8Share:
     """
 
     weights: tuple[tuple[torch.Tensor, ...], ...]
+    # The ids of those that travel as codes, of which the host has these, too.
+    coded: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, modules: Sequence[nn.Module]) -> Fp8Share:
         """Return the share of a row's parts."""
-        chosen = zip(modules, choose(modules, Fp8()).chosen, strict=True)
-        return cls(
-            tuple(
-                tuple(module.get_parameter(f"{name}.weight".lstrip(".")) for name in names)
-                for module, names in chosen
-            )
+        choice = choose(modules, Fp8())
+        weights = tuple(
+            tuple(module.get_parameter(f"{name}.weight".lstrip(".")) for name in names)
+            for module, names in zip(modules, choice.chosen, strict=True)
         )
+        trained = {id(one) for part in weights for one in part if one.requires_grad}
+        return cls(weights, only_multiplied(modules, choice) & trained)
 
     def _of(self, part: int) -> tuple[torch.Tensor, ...]:
         return self.weights[part] if self.weights else ()
@@ -51,8 +53,11 @@ class Fp8Share:
         return sum(2 * one.numel() * (2 if one.requires_grad else 1) for one in self._of(part))
 
     def codes_bytes(self, part: int) -> int:
-        """Bytes of its weights' codes, on a device."""
-        return sum(codes_bytes(one, backward=True) for one in self._of(part))
+        """Bytes of its weights' codes on a device, beside those that have come."""
+        return sum(
+            codes_bytes(one, backward=True) - (codes_bytes(one, backward=False) if id(one) in self.coded else 0)
+            for one in self._of(part)
+        )
 
     def saved(self, card: Card) -> float:
         """Return the part of these products' time in bf16 that FP8 saves.

@@ -153,6 +153,12 @@ def can_code(tensor: torch.Tensor) -> bool:
     return tensor.dtype == torch.bfloat16 and tensor.ndim == 2 and tensor.is_contiguous() and tensor.numel() > 0
 
 
+def device_nbytes(layout: Layout, tensors: Sequence[torch.Tensor], coded: frozenset[int]) -> int:
+    """Return the bytes of a block on a device where these weights travel as codes. `coded`: their ids."""
+    indices = coded_indices(tensors, coded)
+    return CodedLayout(layout, indices).nbytes if indices else layout.nbytes
+
+
 def codes_nbytes(layout: Layout, tensors: Sequence[torch.Tensor], coded: frozenset[int]) -> int:
     """Return the bytes of the codes of a block's tensors. `coded`: the ids of those that are to have some."""
     return CodedLayout(layout, coded_indices(tensors, coded)).codes_nbytes
