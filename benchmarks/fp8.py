@@ -41,6 +41,7 @@ WAYS: dict[str, Fp8 | None] = {
     "fp8, weights' gradients in bf16": Fp8(weights="bf16"),
     "fp8, first and last layer in bf16": Fp8(skip_ends=1),
     "fp8, fast sums": Fp8(fast_sums=True),
+    "fp8, weights uploaded in bf16": Fp8(uploads="bf16"),
 }
 
 

@@ -77,7 +77,7 @@ class Training:
         given = {
             name: options.pop(name) for name in ("execute_plan", "launch", "recompute_grain") if name in options
         }
-        self.is_async = options.pop("is_async", False)
+        self.is_async, self.num_steps = options.pop("is_async", False), options.pop("num_steps", 1)
         self.steps_inside = options.get("step_in_backward", False)
         # Nothing draws; and threads that are machines would draw seeds from one generator.
         config = RoundPipeRunConfig(num_microbatch=4, preserve_rng_state=False, **{"execute_plan": PARTS, **given})
@@ -104,7 +104,8 @@ class Training:
                 self.model.step(self.update, is_async=self.is_async)
 
     def update(self) -> None:
-        self.optimizer.step()
+        for _ in range(self.num_steps):
+            self.optimizer.step()
         self.optimizer.zero_grad()
 
     def masters(self) -> list[torch.Tensor]:
@@ -137,7 +138,8 @@ def assert_same(do: Callable[[Training], object], make: Callable[[str], Training
         pytest.param("cpu:1", {"execute_plan": FUSED, "optimizer": partial(optim.SGD, momentum=0.9)}, id="sync"),
         pytest.param("cpu:4", {"is_async": True, "double_buffer": True}, id="swapped"),
         pytest.param("cpu:4", {"is_async": True, "double_buffer": False}, id="copied"),
-        pytest.param("cpu:2", {"master": "split", "double_buffer": False}, id="in place"),
+        pytest.param("cpu:2", {"is_async": True, "double_buffer": True, "num_steps": 2}, id="twice"),
+        pytest.param("cpu:2", {"master": "split", "double_buffer": False, "num_steps": 2}, id="in place"),
         pytest.param("cpu:4", {"master": "split", "is_async": True, "optimizer": optim.Adafactor}, id="split"),
         pytest.param("cpu:2", {"step_in_backward": True, "optimizer": optim.Lion}, id="inside"),
         pytest.param("cpu:2", {"optimizer": muon, "is_async": True}, id="Muon"),

@@ -242,7 +242,7 @@ class Gathering:
                 block.back_values[index].copy_(block.tensors[index])
             if is_split(master := masters[index]):
                 master.move_to(block.back_values[index])
-            block.note_result(index)
+            block.note_result(index, masters[index]._version)
             block.complete[index] = masters[index]._version
 
     def apart(self) -> dict[torch.Tensor, torch.Tensor]:

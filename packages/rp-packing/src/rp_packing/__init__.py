@@ -7,7 +7,6 @@ from rp_packing.formats.by_name import FORMATS, format_of
 from rp_packing.frozen import PackedBytes, pack_frozen, unpack_frozen
 from rp_packing.kernel.choice import refusal
 from rp_packing.layout import CodeLayout
-from rp_packing.products.elsewhere import nothing
 from rp_packing.products.layers import Fp8Choice, Fp8Linear, become, choose, codes_bytes
 from rp_packing.products.only_multiplied import only_multiplied, reads_codes_alone
 from rp_packing.products.recipe import Fp8
@@ -44,7 +43,6 @@ __all__ = [
     "format_of",
     "fp8_refusal",
     "lend",
-    "nothing",
     "only_multiplied",
     "pack_frozen",
     "packed_weights",

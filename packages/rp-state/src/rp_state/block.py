@@ -176,10 +176,10 @@ class Block:
         written = self.host_tensors() if self.back is None else (self.back,)
         return written if self.codes is None else (*written, self.codes.target)
 
-    def note_result(self, index: int) -> None:
-        """A result was written where results go: make its codes, if it has some."""
+    def note_result(self, index: int, version: int) -> None:
+        """A result was written where results go: make its codes, if it has some. `version`: its master's."""
         if self.codes is not None:
-            self.codes.make(index, (self.values if self.back is None else self.back_values)[index])
+            self.codes.make(index, (self.values if self.back is None else self.back_values)[index], version)
 
     def note_changed(self, indices: Iterable[int]) -> None:
         """Weights that calls read were written, but not by a publication."""
@@ -202,9 +202,13 @@ class Block:
         backend.host_touch(write=self.written_tensors(), what="publishing weights")
         write_weights([masters[i] for i in stale], [targets[i] for i in stale])
         for i in stale:
-            if is_split(master := masters[i]):
+            master, is_there = masters[i], False
+            if is_split(master):
+                is_there = master.upper.data_ptr() == targets[i].data_ptr()
                 master.move_to(targets[i])
-            self.note_result(i)
+            # A step in place has made the codes, too.
+            if not (is_there and self.codes is not None and self.codes.is_made(i, master._version)):
+                self.note_result(i, master._version)
         if self.back is not None:
             self.complete.update((i, masters[i]._version) for i in stale)
 

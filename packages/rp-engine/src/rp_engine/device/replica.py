@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import rp_batch
 import torch
-from rp_packing import Expansions, PackedTwin, PackedWeight, Rows, nothing, packed_weights
+from rp_packing import Expansions, PackedTwin, PackedWeight, Rows, packed_weights
 from rp_state.block import Block
 from rp_state.codes.layout import CodedWeight
 from rp_state.gradient import sum_dtype
@@ -99,6 +99,8 @@ class Twins:
         # Twins whose layer changed them in forward.
         self._spoilt: set[int] = set()
         self._nothing: dict[torch.dtype, torch.Tensor] = {}
+        # One number each.
+        self._nan: dict[torch.dtype, torch.Tensor] = {}
         self.expansions = Expansions()
         # Packed weights by the id of the host's.
         self._packed: dict[int, PackedTwin] = {}
@@ -242,10 +244,19 @@ class Twins:
             twin = self._tensors[id(tensor)]
             if isinstance(view, CodedWeight):
                 self._coded[id(twin)] = Rows(*view)
-                twin.data = nothing(tuple(view.codes.shape), block.layout.dtype, self._device)
+                twin.data = self._nan_of(block.layout.dtype).expand(view.codes.shape)
             else:
                 self._coded.pop(id(twin), None)
                 twin.data = view
+
+    def _nan_of(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return a NaN, which stands for each number of a weight of which only codes are there.
+
+        Whoever reads the parameter past `Fp8Linear.weight` gets that rather than other numbers.
+        """
+        if dtype not in self._nan:
+            self._nan[dtype] = torch.full((), torch.nan, dtype=dtype, device=self._device)
+        return self._nan[dtype]
 
     def with_gradient(self, block: Block) -> list[torch.Tensor]:
         """The block's device tensors that have a ``.grad``."""

@@ -122,7 +122,7 @@ class LinkedBlock:
                 partial(self._note_complete, index),
                 self._share,
                 None if self._consuming is None else self._consuming.number,
-                None if self._consuming is None else partial(self._note_read, index),
+                partial(self._note_stepped, index),
                 # In a step during backward all others are refused, see `_refuse_inside`.
                 only_here=self._consuming is None,
             )
@@ -197,10 +197,14 @@ class LinkedBlock:
                 "would be lost, so omit zero_grad() and the like, or freeze the parameters that are not trained"
             )
 
-    def _note_read(self, index: int) -> None:
-        self._unread.discard(index)
-        if not self._unread:
-            self.consume()
+    def _note_stepped(self, index: int) -> None:
+        master = self._linked[index]
+        if self._writes_in_place and is_split(master):
+            self.block.note_result(index, master._version)
+        if self._consuming is not None:
+            self._unread.discard(index)
+            if not self._unread:
+                self.consume()
 
     def _waiting(self) -> AbstractContextManager[None]:
         name = f"wait for the gradients of {self.block}"
@@ -263,8 +267,8 @@ class LinkedBlock:
         return self._writes_in_place and self.has_changed()
 
     def _note_complete(self, index: int) -> None:
-        # Now: the weight may still be in the cache.
-        self.block.note_result(index)
+        # Here rather than in publication, for which calls wait.
+        self.block.note_result(index, self._linked[index]._version)
         self.block.complete[index] = self._linked[index]._version
         self._results.note_complete(self.block, index)
 

@@ -26,7 +26,7 @@ _READ = (
 class Elsewhere(torch.Tensor):
     """A tensor with a shape, a dtype and a device, but no numbers. Reading them raises `RuntimeError`.
 
-    >>> Elsewhere.like(nothing((2, 3), torch.bfloat16, torch.device("cpu"))).shape
+    >>> Elsewhere.like(torch.empty(2, 3)).shape
     torch.Size([2, 3])
     """
 
@@ -46,12 +46,3 @@ class Elsewhere(torch.Tensor):
             raise RuntimeError(_READ.format(getattr(func, "__name__", func)))
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage] - torch documents it
             return func(*args, **(kwargs or {}))
-
-
-def nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of one NaN, expanded: whoever reads it past `Elsewhere` gets NaN rather than other numbers.
-
-    >>> nothing((2, 3), torch.bfloat16, torch.device("cpu")).isnan().all().item()
-    True
-    """
-    return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)

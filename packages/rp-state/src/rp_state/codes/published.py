@@ -26,8 +26,8 @@ class PublishedCodes:
         self._weights = layout.weights(self.memory)
         # The same without a second block.
         self._back_weights = self._weights
-        # Made by the step under way, where its results go.
-        self._made: set[int] = set()
+        # Those of results, where these go: the version of the master that each is of.
+        self._made: dict[int, int] = {}
 
     @property
     def nbytes(self) -> int:
@@ -48,17 +48,24 @@ class PublishedCodes:
         """A step begins, or another one's results are given up."""
         self._made.clear()
 
-    def make(self, index: int, weight: torch.Tensor) -> None:
-        """Make the codes of a result, if the weight has some. `weight`: in the place where results go."""
+    def make(self, index: int, weight: torch.Tensor, version: int) -> None:
+        """Make the codes of a result, if the weight has some.
+
+        `weight`: in the place where results go. `version`: its master's.
+        """
         if index in self._weights:
             write_row_codes(weight, *self._back_weights[index])
-            self._made.add(index)
+            self._made[index] = version
+
+    def is_made(self, index: int, version: int) -> bool:
+        """Return whether the codes of a result are there, as its master was at this version."""
+        return self._made.get(index) == version
 
     def publish(self, weights: Sequence[torch.Tensor]) -> None:
         """Have calls read the results' codes; make those that no step has made. `weights`: all results."""
         for index in self.layout.indices:
             if index not in self._made:
-                self.make(index, weights[index])
+                write_row_codes(weights[index], *self._back_weights[index])
         if self.back is not None:
             self.memory, self.back = self.back, self.memory
             self._weights, self._back_weights = self._back_weights, self._weights
