@@ -119,6 +119,14 @@ def uploaded_bytes(path: Path, do: Callable[[], object]) -> int:
     return sum(span.nbytes for span in taken.spans if span.row == "weights_in")
 
 
+# How results become weights: copied, swapped, and in place.
+WAYS = [
+    pytest.param({}, marks=pytest.mark.nightly),
+    {"is_async": True, "double_buffer": True},
+    {"master": "split"},
+]
+
+
 def assert_same(do: Callable[[Training], object], make: Callable[[str], Training]) -> None:
     found = []
     for uploads in ("fp8", "bf16"):
@@ -136,15 +144,21 @@ def assert_same(do: Callable[[Training], object], make: Callable[[str], Training
     ("devices", "options"),
     [
         pytest.param("cpu:1", {"execute_plan": FUSED, "optimizer": partial(optim.SGD, momentum=0.9)}, id="sync"),
-        pytest.param("cpu:4", {"is_async": True, "double_buffer": True}, id="swapped"),
         pytest.param("cpu:4", {"is_async": True, "double_buffer": False}, id="copied"),
-        pytest.param("cpu:2", {"is_async": True, "double_buffer": True, "num_steps": 2}, id="twice"),
+        pytest.param("cpu:4", {"is_async": True, "double_buffer": True, "num_steps": 2}, id="swapped"),
         pytest.param("cpu:2", {"master": "split", "double_buffer": False, "num_steps": 2}, id="in place"),
         pytest.param("cpu:4", {"master": "split", "is_async": True, "optimizer": optim.Adafactor}, id="split"),
         pytest.param("cpu:2", {"step_in_backward": True, "optimizer": optim.Lion}, id="inside"),
         pytest.param("cpu:2", {"optimizer": muon, "is_async": True}, id="Muon"),
-        pytest.param("cpu:2", {"optimizer": torch.optim.SGD, "is_async": True}, id="torch"),
-        pytest.param("cpu:2", {"pin_model": "register", "recompute_grain": "layer"}, id="registered"),
+        pytest.param(
+            "cpu:2", {"optimizer": torch.optim.SGD, "is_async": True}, id="torch", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            "cpu:2",
+            {"pin_model": "register", "recompute_grain": "layer"},
+            id="registered",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param("cpu:2", {"pin_model": "off", "is_async": True}, id="off"),
         pytest.param("cpu:2", {"execute_plan": FUSED, "launch": "graphs"}, id="graphs"),
     ],
@@ -160,7 +174,7 @@ def test_remainders_on_disk(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"is_async": True, "double_buffer": True}, {"master": "split"}])
+@pytest.mark.parametrize("options", WAYS)
 def test_machines_make_codes_of_what_others_have_stepped(options: dict[str, Any]) -> None:
     def trained(runtime: Runtime, uploads: str) -> tuple[Losses, list[torch.Tensor]]:
         # Both threads would draw weights from one generator.
@@ -181,7 +195,7 @@ def test_machines_make_codes_of_what_others_have_stepped(options: dict[str, Any]
         assert all(torch.equal(one, other) for one, other in zip(weights, others, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"is_async": True, "double_buffer": True}, {"master": "split"}])
+@pytest.mark.parametrize("options", WAYS)
 def test_weights_that_code_outside_has_written_have_codes_of_their_own(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
