@@ -18,6 +18,7 @@ import torch
 import vision
 from rp_cli.finetune.model import placeholders_in
 from rp_cli.main import main
+from rp_data import gathered
 from rp_data.images import decoding
 from rp_data.images.processor import Sight, sight_of
 from rp_data.notes import Notes
@@ -368,6 +369,51 @@ def test_images_in_prompts_for_a_model_of_text_are_refused(tmp_path, capsys):
     assert main(["generate", str(folder), "--prompts", str(prompts), "--output", str(tmp_path / "said")]) == 2
 
     assert "the prompts have images, but" in " ".join(capsys.readouterr().err.split())
+
+
+def test_images_are_prepared_once_and_go_with_the_folder(folders, tmp_path, capsys, monkeypatch):
+    model = str(folders["qwen3-vl"])
+    tmp_path.joinpath("a.png").write_bytes(png(1))
+    records = [chat("a.png"), chat(uri(png(2)), uri(png(3))), chat(), chat("a.png"), chat(uri(png(4)))] * 2
+    tuned = ["--model", model, *SETTINGS, "--batch", "3", "--held-out", "0.3"]
+    data = finetuning.json_lines(tmp_path / "data.jsonl", records)
+    made = ["--sequence", "256", "--completions-only", "--output", str(tmp_path / "made")]
+
+    assert main(["prepare", "--model", model, "--data", str(data), *made]) == 0
+
+    assert "10 images, which are in the folder, too" in capsys.readouterr().out
+    assert main(["train", *tuned, "--data", str(data), "--output", str(tmp_path / "plain")]) == 0
+    # Too much for memory.
+    monkeypatch.setattr(gathered, "_PART", 0)
+    assert main(["train", *tuned, "--data", str(data), "--output", str(tmp_path / "mapped")]) == 0
+    tmp_path.joinpath("a.png").unlink()
+    kept = tmp_path.joinpath("made").rename(tmp_path / "elsewhere")
+    assert main(["train", *tuned, "--data", str(kept), "--output", str(tmp_path / "run")]) == 0
+    runs = [finetuning.lines(tmp_path / name) for name in ("plain", "mapped", "run")]
+    losses = [[line.get("loss", line.get("held_out_loss")) for line in run] for run in runs]
+    assert losses[0] == losses[1] == losses[2]
+    capsys.readouterr()
+    content = kept.joinpath("images.bin").read_bytes()
+    kept.joinpath("images.bin").write_bytes(content[:20] + bytes(9) + content[29:])
+    assert main(["train", *tuned, "--data", str(kept), "--output", str(tmp_path / "run"), "--overwrite"]) == 2
+    assert "is not what it was when the data was read" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_prepared_images_for_a_model_without_a_processor_are_refused(folders, tmp_path, capsys):
+    model = shutil.copytree(folders["llava"], tmp_path / "model")
+    data = finetuning.json_lines(tmp_path / "data.jsonl", [chat(uri(png(1)))] * 3)
+    given = ["--model", str(model), "--sequence", "256"]
+    bounds = ["prepare", *given, "--data", str(data), "--output", str(tmp_path / "made"), "--max-pixels", "99"]
+    assert main(bounds) == 2
+    assert "--max-pixels is for processors that keep" in " ".join(capsys.readouterr().err.split())
+    assert main(["prepare", *given, "--data", str(data), "--output", str(tmp_path / "made")]) == 0
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        model.joinpath(name).unlink(missing_ok=True)
+
+    assert main(["train", *given, "--data", str(tmp_path / "made"), "--devices", "cpu:1", "--steps", "1"]) == 2
+
+    assert "the data has images, but there is no processor in" in " ".join(capsys.readouterr().err.split())
 
 
 # --- what processors and files may have

@@ -40,8 +40,7 @@ class Gathered:
             return
         self._documents += documents
         self._bytes += sum(len(one) * _BYTES_PER_TOKEN + _BYTES_PER_DOCUMENT for one in documents)
-        if self._bytes > self._most_bytes and not any(one.seen for one in self._documents):
-            # The file has no column for what documents show.
+        if self._bytes > self._most_bytes:
             self._move()
 
     def _move(self) -> None:

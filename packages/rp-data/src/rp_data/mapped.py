@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import json
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rp_trainer.errors import Refused
 
 from rp_data.documents import Document, Table
+from rp_data.images.pictures import Seen, seen_of
 
 _DIGEST_BYTES = 32
 # A batch is written when it has so many bytes of tokens.
@@ -34,7 +37,9 @@ def _schema(arrow: Any) -> Any:
         "digest": arrow.binary(_DIGEST_BYTES),
         "labels": arrow.int32(),
     }
-    return arrow.schema([arrow.field(name, kind, nullable=False) for name, kind in columns.items()])
+    fields = [arrow.field(name, kind, nullable=False) for name, kind in columns.items()]
+    # What it shows, as JSON; null without images.
+    return arrow.schema([*fields, arrow.field("seen", arrow.large_string())])
 
 
 class Writer:
@@ -76,6 +81,9 @@ class Writer:
             self._arrow.Array.from_buffers(kinds[1], len(documents), [None, buffer(ends), buffer(learned)]),
             self._arrow.array([one.digest for one in documents], kinds[2]),
             self._arrow.array([one.labels for one in documents], kinds[3]),
+            self._arrow.array(
+                [None if one.seen is None else json.dumps(asdict(one.seen)) for one in documents], kinds[4]
+            ),
         ]
         return self._arrow.RecordBatch.from_arrays(columns, schema=self._schema)
 
@@ -87,11 +95,14 @@ def _bytes(document: Document) -> tuple[bytes, bytes]:
 class Mapped(Table):
     """The documents of a file that `Writer` has written. The system reads what is asked for, and may forget it.
 
+    `images`: a file with the content of all images; None: they are where the documents say.
+
     Raises `Refused` for a file of another kind.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, images: Path | None = None) -> None:
         self.path = path
+        self._images = images
         library = arrow(f"{path} is an Arrow file")
         # Arrow has errors of its own, which are of several classes.
         try:
@@ -117,7 +128,19 @@ class Mapped(Table):
         start, end = self._offsets[number][row], self._offsets[number][row + 1]
         tokens = array("i")
         tokens.frombytes(memoryview(batch.column(0).values.buffers()[1])[4 * start : 4 * end])
-        return Document(tokens, bytes(memoryview(batch.column(1).buffers()[2])[start:end]))
+        learned = bytes(memoryview(batch.column(1).buffers()[2])[start:end])
+        return Document(tokens, learned, self._seen(batch.column(4)[row].as_py()))
+
+    def _seen(self, shown: str | None) -> Seen | None:
+        if shown is None:
+            return None
+        try:
+            seen = seen_of(json.loads(shown))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise Refused(f"{self.path} is damaged ({error}); prepare the data again") from error
+        if self._images is None:
+            return seen
+        return replace(seen, pictures=tuple(replace(one, path=str(self._images)) for one in seen.pictures))
 
     def check(self) -> int:
         """Read all of it; return the largest token. Raises `Refused` if it is damaged."""

@@ -16,10 +16,10 @@ from rp_data.documents import Counts, Documents
 from rp_data.mapped import Mapped
 from rp_data.notes import Notes
 
-FACTS, TOKENS = "prepared.json", "documents.arrow"
+FACTS, TOKENS, IMAGES = "prepared.json", "documents.arrow", "images.bin"
 # Far more than the facts take.
 _MOST_BYTES = 2**20
-_FORMAT = 1
+_FORMAT = 2
 _PROBE = "One two,\n\t three  4567 \u00e9\u4e16\U0001f600 don't <|im_end|></s>"
 
 
@@ -66,6 +66,8 @@ def write(folder: Path, documents: Documents, made: Made) -> None:
         "notes": asdict(documents.notes),
         "has_end": documents.has_end,
         "sources": list(documents.sources),
+        "images": documents.images,
+        "shaped": list(documents.shaped),
     }
     (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
@@ -86,13 +88,14 @@ def read_prepared(option: str, folder: Path, made: Made) -> Documents:
             )
     if was["tokenizer"] != made.tokenizer:
         raise Refused(f"{what} was prepared with another tokenizer; name that, or prepare the data again")
-    table = Mapped(folder / TOKENS)
+    table = Mapped(folder / TOKENS, folder / IMAGES)
     try:
         counts, notes = Counts(**facts["counts"]), Notes(**facts["notes"])
         sources, has_end = list(facts["sources"]), bool(facts["has_end"])
+        images, shaped = int(facts["images"]), [str(name) for name in facts["shaped"]]
     except (KeyError, TypeError) as error:
         raise Refused(f"{what} has no facts that can be used ({error}); prepare the data again") from None
-    return Documents(table, counts, has_end, table.check(), notes, sources)
+    return Documents(table, counts, has_end, table.check(), notes, sources, images, shaped)
 
 
 def _facts(what: str, folder: Path) -> Mapping[str, Any]:

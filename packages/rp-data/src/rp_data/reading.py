@@ -193,7 +193,7 @@ def _decoded(content: bytes, eyes: Eyes | None) -> Iterator[Document]:
 
 
 def _kept(seen: Seen, images: Mapping[str, bytes], spool: Spool) -> Seen:
-    pictures = (one if one.path else spool.keep(one, images[one.digest]) for one in seen.pictures)
+    pictures = (spool.kept(one, None if one.path else images[one.digest]) for one in seen.pictures)
     return replace(seen, pictures=tuple(pictures))
 
 

@@ -8,13 +8,15 @@ from pathlib import Path
 
 from rp_data.documents import Documents
 from rp_data.gathered import InFile
-from rp_data.prepared import TOKENS, is_prepared, prepared_in, write
-from rp_data.reading import Manner, check_some, read_all
+from rp_data.images.pictures import Spool
+from rp_data.prepared import IMAGES, TOKENS, is_prepared, prepared_in, write
+from rp_data.reading import Eyes, Manner, check_some, read_all
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning.files import finished_files, writing
 
 from rp_cli.finetune.fetching import without_names
-from rp_cli.finetune.model import check_folders, config_file, loader_of, placeholders_in
+from rp_cli.finetune.inputs import check_no_bounds
+from rp_cli.finetune.model import check_folders, config_file, loader_of, placeholders_in, sight_for
 from rp_cli.finetune.options import FineTuning, Preparation
 from rp_cli.finetune.places import check_places
 from rp_cli.options.declared import Given, read
@@ -36,6 +38,9 @@ def prepare(given: Preparation) -> None:
         output.mkdir(parents=True, exist_ok=True)
         with finished_files(output) as unfinished:
             documents = _prepared(options, unfinished)
+        if not documents.images:
+            # Of what it replaces.
+            (output / IMAGES).unlink(missing_ok=True)
     _tell(given, output, documents)
 
 
@@ -51,8 +56,9 @@ def _tuning(given: Preparation) -> FineTuning:
         skip_bad_rows=given.skip_bad_rows,
         overwrite=given.overwrite,
     )
-    if given.tokenizer is not None:
-        names.tokenizer = str(given.tokenizer)
+    for name in ("tokenizer", "min_pixels", "max_pixels"):
+        if getattr(given, name) is not None:
+            setattr(names, name, str(getattr(given, name)))
     return read(FineTuning, names)
 
 
@@ -74,8 +80,11 @@ def _prepared(options: FineTuning, folder: Path) -> Documents:
     seen = placeholders_in(config_file(options))
     manner = Manner(options.sequence, options.completions_only, options.skip_bad_rows, datetime.now(), seen)
     gather = partial(InFile, folder / TOKENS)
-    _, known, (documents,) = read_all(loader_of(options), [("--data", data)], manner, gather)
+    eyes = Eyes(partial(sight_for, options), Spool(folder, IMAGES))
+    _, known, (documents,) = read_all(loader_of(options), [("--data", data)], manner, gather, eyes)
     check_some(f"--data {', '.join(map(str, data))}", options.sequence, documents)
+    if not documents.images:
+        check_no_bounds(options)
     write(folder, documents, manner.made(known))
     return documents
 
@@ -85,6 +94,8 @@ def _tell(given: Preparation, folder: Path, documents: Documents) -> None:
         f"data: {documents.counts.samples:,} samples, {documents.tokens:,} tokens, {documents.labels:,} of which "
         "are learned"
     )
+    if documents.images:
+        print(f"{documents.images:,} images, which are in the folder, too")
     for line in documents.notes.lines("--data"):
         print(line)
     only = " --completions-only" if given.completions_only else ""

@@ -72,10 +72,16 @@ def read_data(options: FineTuning, clock: datetime) -> tuple[Any, Data]:
 def _collator(options: FineTuning, read: Sequence[Documents], eyes: Eyes) -> Collator | None:
     """Return what adds images to batches; None if the data has none."""
     collator = collator_of(read, eyes.load, eyes.spool)
-    for name in ("min_pixels", "max_pixels"):
-        if collator is None and getattr(options, name) is not None:
-            raise Refused(f"--{name.replace('_', '-')} is for images, but the data has none; omit it")
+    if collator is None:
+        check_no_bounds(options)
     return collator
+
+
+def check_no_bounds(options: FineTuning) -> None:
+    """Raise `Refused` for bounds of images, of which the data has none."""
+    for name in ("min_pixels", "max_pixels"):
+        if getattr(options, name) is not None:
+            raise Refused(f"--{name.replace('_', '-')} is for images, but the data has none; omit it")
 
 
 def _data(

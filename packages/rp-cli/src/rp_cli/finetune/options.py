@@ -372,6 +372,12 @@ class Preparation:
     sequence: int = option("tokens in a sequence", whole(2, shared.MOST_SEQUENCE), "2048")
     completions_only: bool = option("learn completions and what the assistant says only", FLAG, False)
     skip_bad_rows: bool = option("omit rows of the data that cannot be used, and tell which", FLAG, False)
+    min_pixels: int | None = option(
+        "of an image: smaller ones are enlarged", _PIXELS, shown="the processor's own number"
+    )
+    max_pixels: int | None = option(
+        "of an image: larger ones are made smaller", _PIXELS, shown="the processor's own number"
+    )
     overwrite: bool = option("replace the prepared data that is in --output", FLAG, False)
 
     def __post_init__(self) -> None:

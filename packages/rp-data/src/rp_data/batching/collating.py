@@ -78,7 +78,9 @@ def collator_of(read: Sequence[Documents], load: Callable[[], Sight | str], spoo
     if not any(documents.images for documents in read):
         return None
     sight = load()
-    assert isinstance(sight, Sight)
+    if isinstance(sight, str):
+        # Data that was prepared for another model.
+        raise Refused(f"the data has images, but {sight}")
     return Collator(sight, spool, sorted({name for documents in read for name in documents.shaped}))
 
 

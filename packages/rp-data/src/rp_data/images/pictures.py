@@ -16,7 +16,8 @@ from rp_trainer.errors import Refused
 class Picture:
     """An image. `place`: its row and number. `digest`: the SHA-256 of its bytes, in hexadecimal digits.
 
-    `path`: its file; None if it is in the spool, at `start`, with `nbytes` bytes.
+    `path`: its file, or that of all images, where it is at `start`, with `nbytes` bytes; None: it is so in the
+    spool.
     """
 
     place: str
@@ -51,11 +52,13 @@ def seen_of(fields: dict[str, Any]) -> Seen:
 class Spool:
     """Keeps images without a file of their own, on disk, in a file of `folder` that has no name.
 
-    The system removes it when this process ends. Equal images are kept once.
+    The system removes it when this process ends. Equal images are kept once. `name`: of a file in the folder that
+    is to stay, and keeps all images.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, name: str | None = None) -> None:
         self._folder = folder
+        self._name = name
         self._file: IO[bytes] | None = None
         self._starts: dict[str, int] = {}
         self._end = 0
@@ -63,12 +66,27 @@ class Spool:
     def keep(self, picture: Picture, content: bytes) -> Picture:
         """Keep the content of an image; return where it is."""
         if picture.digest not in self._starts:
-            # It stays open while the run goes on.
-            self._file = self._file or tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
+            self._file = self._file or self._opened()
             self._file.write(content)
             self._file.flush()
             self._starts[picture.digest], self._end = self._end, self._end + len(content)
         return replace(picture, start=self._starts[picture.digest], nbytes=len(content))
+
+    def kept(self, picture: Picture, content: bytes | None) -> Picture:
+        """Return an image where it is from now on. `content`: its bytes; None if it has a file.
+
+        Raises `Refused` if its file cannot be read any more, or has others by now.
+        """
+        if content is None and self._name is None:
+            return picture
+        content = self.content(picture) if content is None else content
+        return self.keep(replace(picture, path=None), content)
+
+    def _opened(self) -> IO[bytes]:
+        # It stays open while the run goes on.
+        if self._folder is None or self._name is None:
+            return tempfile.TemporaryFile(dir=self._folder)
+        return (self._folder / self._name).open("xb+")
 
     def content(self, picture: Picture) -> bytes:
         """Return the bytes of an image, from any thread. Raises `Refused` if its file has others by now."""
@@ -76,7 +94,9 @@ class Spool:
             assert self._file is not None
             return os.pread(self._file.fileno(), picture.nbytes, picture.start)
         try:
-            content = Path(picture.path).read_bytes()
+            with open(picture.path, "rb") as file:
+                file.seek(picture.start)
+                content = file.read(picture.nbytes or -1)
         except OSError as error:
             raise Refused(f"{picture.place} cannot be read any more ({error.strerror}): {picture.path}") from error
         if hashlib.sha256(content).hexdigest() != picture.digest:
