@@ -411,7 +411,8 @@ def test_prepared_images_for_a_model_without_a_processor_are_refused(folders, tm
     for name in ("processor_config.json", "preprocessor_config.json"):
         model.joinpath(name).unlink(missing_ok=True)
 
-    assert main(["train", *given, "--data", str(tmp_path / "made"), "--devices", "cpu:1", "--steps", "1"]) == 2
+    made = ["--data", str(tmp_path / "made"), "--output", str(tmp_path / "run"), "--devices", "cpu:1"]
+    assert main(["train", *given, *made, "--steps", "1", "--batch", "1"]) == 2
 
     assert "the data has images, but there is no processor in" in " ".join(capsys.readouterr().err.split())
 
