@@ -223,19 +223,22 @@ def test_host_memory_is_the_engines_own_forecast(
 def test_weights_that_multiply_in_fp8_travel_in_a_byte() -> None:
     card = card_named("H100")
     assert card is not None
-    plain, coded = (
+    plain, coded, cast = (
         Workload.of(
             on_meta(Qwen3Config(**SHAPE, tie_word_embeddings=True), torch.bfloat16),
             Training(sequence=16, compute=kind),
         )
-        for kind in ("bf16", "fp8")
+        for kind in ("bf16", "fp8", "fp8-cast")
     )
-    costs = [one.costs(1, card)[1] for one in (plain, coded)]
+    costs = [one.costs(1, card)[1] for one in (plain, coded, cast)]
     linear = 64 * 16 * (4 + 2 + 2 + 4) + 3 * 64 * 80
     rows = 16 * (4 + 2 + 2) + 64 + 2 * 80 + 64
 
     assert costs[0].weight_bytes - costs[1].weight_bytes == linear - 4 * rows
     assert costs[0].trainable_bytes == costs[1].trainable_bytes
+    assert costs[2].weight_bytes == costs[0].weight_bytes
+    assert costs[2].kept_bytes == costs[1].kept_bytes + linear + 4 * rows
+    assert costs[2].forward_ms == costs[1].forward_ms
     # Codes turned, with a scale for each input.
     assert costs[1].kept_bytes - costs[0].kept_bytes == linear + 4 * (6 * 64 + 80)
     more = coded.step_bytes() * coded.trained - plain.step_bytes() * plain.trained

@@ -133,7 +133,7 @@ def _for_devices(request: Request, now: Foretold, tried: Tried) -> Iterator[Chan
         tried(_proposed(f"--sequence {length}", now, workload=_of(request, sequence=length)) for length in lengths)
     )
     wanted = now.case.machine.card.memory_bytes + now.device_short_bytes
-    able = [card for card in CARDS if request.compute != "fp8" or card.fp8_tflops is not None]
+    able = [card for card in CARDS if request.compute not in ("fp8", "fp8-cast") or card.fp8_tflops is not None]
     larger = sorted((card for card in able if card.memory_bytes >= wanted), key=lambda card: card.memory_bytes)
     yield from _that_fit(
         tried(_proposed(f"--gpu '{card.name}'", now, machine=_with_card(request, now, card)) for card in larger)

@@ -17,7 +17,7 @@ _NAMES = {
     "optimizer_state": ("fp32", "bf16", "8bit"),
     "master": ("whole", "split", "disk"),
     "frozen": ("memory", "disk"),
-    "compute": ("bf16", "fp8", "fp16-sums"),
+    "compute": ("bf16", "fp8", "fp8-cast", "fp16-sums"),
 }
 
 

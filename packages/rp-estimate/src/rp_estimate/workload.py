@@ -312,7 +312,8 @@ class Workload:
 
     @cached_property
     def _fp8(self) -> Fp8Share:
-        return Fp8Share.of(self.observed.modules if self.how.compute == "fp8" else [])
+        is_fp8 = self.how.compute in ("fp8", "fp8-cast")
+        return Fp8Share.of(self.observed.modules if is_fp8 else [], travels=self.how.compute == "fp8")
 
     @cached_property
     def _blocks(self) -> dict[int, list[Group]]:

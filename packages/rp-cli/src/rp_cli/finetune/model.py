@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained, pack_frozen, wrap_model_to_roundpipe
+from roundpipe import (
+    Fp8,
+    RoundPipe,
+    RoundPipeRunConfig,
+    Runtime,
+    from_pretrained,
+    pack_frozen,
+    wrap_model_to_roundpipe,
+)
 from roundpipe.loading import STORED
 from rp_adapters.making import adapt
 from rp_adapters.vocabulary import grow
@@ -169,7 +177,7 @@ def wrapped(
         "frozen": options.frozen if options.frozen != "disk" else _on_disk(options),
         "runtime": runtime,
         "compile_layers": options.compile,
-        "compute": options.compute,
+        "compute": Fp8(uploads="bf16") if options.compute == "fp8-cast" else options.compute,
         "model_run_config": RoundPipeRunConfig(num_microbatch=num_microbatch),
     }
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]

@@ -285,7 +285,7 @@ class FineTuning(AdapterOptions):
         "how often an epoch has each of --data, such as 1 0.5 3", several(positive("WEIGHT")), shown="each once"
     )
     compile: bool = _tuning("compile the layers", FLAG, False, is_free=True)
-    compute: str = _tuning(shared.COMPUTE, one_of(("bf16", "fp8")), "bf16")
+    compute: str = _tuning(shared.COMPUTE, one_of(("bf16", "fp8", "fp8-cast")), "bf16")
     quiet: bool = _tuning("print nothing but warnings and errors", FLAG, False, is_free=True)
     resume: bool = _tuning(
         "go on from the newest whole checkpoint in --output",
@@ -326,8 +326,8 @@ class FineTuning(AdapterOptions):
             )
         shared.check_master(self.master, self.disk)
         shared.check_frozen(self.frozen, self.disk, is_adapted=self.is_adapted)
-        if self.compute == "fp8" and self.dtype not in (None, "bfloat16"):
-            raise Refused(f"--compute fp8 is for models in bfloat16, but --dtype is {self.dtype}")
+        if self.compute != "bf16" and self.dtype not in (None, "bfloat16"):
+            raise Refused(f"--compute {self.compute} is for models in bfloat16, but --dtype is {self.dtype}")
         if self.step_in_backward and not self.sync:
             raise Refused(
                 "--step-in-backward updates weights in the call itself, so it cannot be used with --no-sync"

@@ -25,7 +25,10 @@ PACKINGS = ("fp8", "fp8-rows", "int8", "nf4", "mxfp4", "stored")
 OPTIMIZER_STATE = one_of(("fp32", "bf16", "8bit"))
 RANK = whole(1, 2**14, "RANK")
 BATCH = whole(1, MOST_BATCH)
-COMPUTE = "how linear layers multiply: bf16, as they are, or fp8, where they can, which frozen ones do, too"
+COMPUTE = (
+    "how linear layers multiply: bf16, as they are, or fp8, where they can, which frozen ones do, too; fp8-cast: "
+    "the same numbers, but trained weights travel in bf16, for a byte a parameter less on the host"
+)
 MOMENTS = "how the optimizer's moments are kept"
 STEPPED = "update each layer in backward and keep no gradients: almost 2 bytes a parameter less"
 ON_DEVICES = "such as cuda, cuda:0,2, cpu or cpu:4"

@@ -241,7 +241,7 @@ class PlanOptions(AdapterOptions):
     step_in_backward: bool = option(shared.STEPPED, FLAG, False)
     compute: str = option(
         f"{shared.COMPUTE}; fp16-sums: all products of fp16 numbers, with sums in fp16",
-        one_of(("bf16", "fp8", "fp16-sums")),
+        one_of(("bf16", "fp8", "fp8-cast", "fp16-sums")),
         "bf16",
     )
     num_microbatch: int | None = option(

@@ -31,14 +31,14 @@ class Fp8Share:
     coded: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, modules: Sequence[nn.Module]) -> Fp8Share:
-        """Return the share of a row's parts."""
+    def of(cls, modules: Sequence[nn.Module], *, travels: bool = True) -> Fp8Share:
+        """Return the share of a row's parts. `travels`: trained weights travel as codes where they can."""
         choice = choose(modules, Fp8())
         weights = tuple(
             tuple(module.get_parameter(f"{name}.weight".lstrip(".")) for name in names)
             for module, names in zip(modules, choice.chosen, strict=True)
         )
-        trained = {id(one) for part in weights for one in part if one.requires_grad}
+        trained = {id(one) for part in weights for one in part if one.requires_grad and travels}
         return cls(weights, only_multiplied(modules, choice) & trained)
 
     def _of(self, part: int) -> tuple[torch.Tensor, ...]:
