@@ -51,7 +51,7 @@ def write_row_codes(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Ten
     the same bits. One pass, which releases the GIL.
 
     >>> codes, scales = torch.empty(2, 2, dtype=torch.float8_e4m3fn), torch.empty(2, 1)
-    >>> write_row_codes(torch.tensor([[1.0, -448.0], [3.0, 897.0]]).bfloat16(), codes, scales)
+    >>> write_row_codes(torch.tensor([[1.0, -448.0], [3.0, 900.0]]).bfloat16(), codes, scales)
     >>> codes.float().tolist(), scales.flatten().tolist()
     ([[1.0, -448.0], [0.75, 224.0]], [1.0, 4.0])
 

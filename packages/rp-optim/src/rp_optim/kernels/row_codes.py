@@ -20,7 +20,7 @@ def code_rows(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -
     """Write the codes and the scales of a bf16 matrix, (rows, columns).
 
     >>> codes, scales = torch.empty(1, 2, dtype=torch.float8_e4m3fn), torch.empty(1, 1)
-    >>> code_rows(torch.tensor([[3.0, 897.0]]).bfloat16(), codes, scales)
+    >>> code_rows(torch.tensor([[3.0, 900.0]]).bfloat16(), codes, scales)
     >>> codes.float().tolist(), scales.tolist()
     ([[0.75, 224.0]], [[4.0]])
     """
