@@ -54,6 +54,16 @@ def test_the_page_lists_the_rooms_of_the_contract(package: str, module: str) -> 
     assert listed(package) == layers(module)
 
 
+def test_every_file_that_the_page_names_by_its_path_is_there() -> None:
+    folders = ("packages", "tests", "benchmarks", "examples", "scripts")
+    files = [f"/{path.relative_to(ROOT)}" for top in folders for path in (ROOT / top).rglob("*.py")]
+
+    named = set(re.findall(r"`([\w.-]+(?:/[\w.-]+)+\.py)`", PAGE))
+
+    assert named
+    assert {path for path in named if not any(file.endswith(f"/{path}") for file in files)} == set()
+
+
 FOLDERS = sorted(
     path
     for module in ("roundpipe", "rp_calls", "rp_checkpoint", "rp_engine", "rp_state")

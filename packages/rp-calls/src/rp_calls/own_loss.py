@@ -1,4 +1,4 @@
-"""Which loss a training call computes: one's own function's, the model's own, or what the model returns."""
+"""Which loss a call computes: the caller's function, the model's own, or what the model returns."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from rp_engine.execution.effects.later import refuse
 from rp_engine.execution.exchange import Aborted, Exchange
 from rp_engine.execution.shortage.advice import Shortage, advice, explanation
 from rp_engine.execution.shortage.ran_out import clear_frames
-from rp_engine.execution.shortage.slots import TaskSlots
+from rp_engine.execution.shortage.task_slots import TaskSlots
 from rp_engine.execution.stage.workplace import Workplace
 from rp_engine.execution.task_job import TaskJob
 from rp_engine.execution.turns import CallTurns

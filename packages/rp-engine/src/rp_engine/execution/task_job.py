@@ -13,7 +13,7 @@ from rp_engine.device.weights import Weights
 from rp_engine.execution.exchange import Aborted
 from rp_engine.execution.shortage.ran_out import shortage_of
 from rp_engine.execution.shortage.retreat import Retreat
-from rp_engine.execution.shortage.slots import TaskSlots
+from rp_engine.execution.shortage.task_slots import TaskSlots
 from rp_engine.execution.stage.stage import Stage
 from rp_engine.execution.stage.workplace import Workplace
 

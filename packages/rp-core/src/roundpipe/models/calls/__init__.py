@@ -1,1 +1,1 @@
-"""What a call of a model needs beside its layers: microbatches, a loss, a place for its outputs."""
+"""What a call of a wrapped model may be made inside of: transforms, tracing and torch's compiler."""

@@ -1,1 +1,1 @@
-"""The memory of activations on devices and on the host."""
+"""What stays on a device beside a task's blocks: weights, graphs, FP8 codes; and strides and sizes of tensors."""

@@ -1,1 +1,1 @@
-"""What layers change beside their outputs: containers that they are handed, and buffers."""
+"""Checks of layers beside their outputs: what they write, memory they share, recomputations that differ."""

@@ -18,7 +18,7 @@ from rp_engine.device.packet import Packet, Slot
 from rp_engine.device.weights import Weights
 from rp_engine.errors import AloneOnly, RoundPipeError
 from rp_engine.execution.call import Call
-from rp_engine.execution.shortage.slots import TaskSlots
+from rp_engine.execution.shortage.task_slots import TaskSlots
 
 
 class LayerBuffers:

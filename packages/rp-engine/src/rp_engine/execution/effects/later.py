@@ -16,7 +16,7 @@ from rp_engine.device.activations import Origins, PacketCopier
 from rp_engine.device.packet import Slot
 from rp_engine.errors import ImpureLayer
 from rp_engine.execution.call import Call, Recomputed
-from rp_engine.execution.shortage.slots import TaskSlots
+from rp_engine.execution.shortage.task_slots import TaskSlots
 
 # The least relative difference that counts, beside roundings of the least precise dtype: forward may have run on
 # another device, and with other kernels.

@@ -29,7 +29,7 @@ from rp_engine.execution.effects.buffers import LayerBuffers
 from rp_engine.execution.effects.kinship import Kinship
 from rp_engine.execution.effects.later import LaterComparison
 from rp_engine.execution.lazy import computed
-from rp_engine.execution.shortage.slots import TaskSlots
+from rp_engine.execution.shortage.task_slots import TaskSlots
 from rp_engine.execution.stage.activity import TaskActivity
 from rp_engine.execution.stage.layer_facts import LayerFacts, wants_examination
 from rp_engine.execution.stage.workplace import Workplace

@@ -19,7 +19,7 @@ from rp_engine.device.packet import Slot, is_dense
 from rp_engine.device.weights import Weights
 from rp_engine.execution.effects.kinship import Kinship
 from rp_engine.execution.losses import check_losses
-from rp_engine.execution.shortage.slots import TaskSlots
+from rp_engine.execution.shortage.task_slots import TaskSlots
 from rp_engine.execution.stage.activity import TaskActivity
 from rp_engine.execution.stage.backpropagation import Backpropagation
 from rp_engine.execution.stage.graphs import TaskGraphs

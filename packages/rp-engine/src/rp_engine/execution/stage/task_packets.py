@@ -13,7 +13,7 @@ from rp_engine.device.activations import Arrived, Origins, PacketCopier, enter
 from rp_engine.device.packet import Slot
 from rp_engine.execution.effects.kinship import Kinship
 from rp_engine.execution.lazy import value_of
-from rp_engine.execution.shortage.slots import TaskSlots
+from rp_engine.execution.shortage.task_slots import TaskSlots
 from rp_engine.execution.stage.activity import TaskActivity
 from rp_engine.execution.stage.workplace import Workplace
 
