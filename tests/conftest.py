@@ -18,6 +18,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from pairwise import superfluous
+from sometimes import beyond_few
 from traced import traced
 
 if importlib.util.find_spec("hypothesis") is not None:
@@ -96,6 +97,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skip what is marked ``cuda`` without a CUDA device; leave out what is for later, unless cases are named."""
     if not config.option.nightly and not any("[" in argument for argument in config.args):
         _leave_out(superfluous(items, pairs=config.option.pairs), config, items)
+        if config.option.part is None and not config.option.pairs:
+            _leave_out(beyond_few(items), config, items)
     if config.option.part is not None:
         among = traced(items)
         _leave_out(among if config.option.part == "others" else set(items) - among, config, items)

@@ -97,7 +97,7 @@ def superfluous(items: Sequence[pytest.Item], *, pairs: bool = True) -> set[pyte
     and the others must where there are none.
     """
     found: set[pytest.Item] = set()
-    for group in _of_each_test(items):
+    for group in of_each_test(items):
         by_pairs = pairs or group[0].get_closest_marker("cuda")
         if by_pairs and not group[0].get_closest_marker("pairwise"):
             continue
@@ -118,7 +118,8 @@ def _of_other_devices(group: Sequence[pytest.Function]) -> set[pytest.Item]:
     return {item for index, item in enumerate(group) if index != kept}
 
 
-def _of_each_test(items: Sequence[pytest.Item]) -> Iterable[list[pytest.Function]]:
+def of_each_test(items: Sequence[pytest.Item]) -> Iterable[list[pytest.Function]]:
+    """The cases of each test that has some, those on GPUs by themselves."""
     groups: dict[tuple[str, bool], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):

@@ -103,6 +103,7 @@ def narrow(model: nn.Module, runtime: Runtime, **kwargs: Any) -> RoundPipe | Aut
     return wrap(model, runtime=runtime, adapter_dtype=BF16, model_run_config=config, **kwargs).train()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("preset", [None, False], ids=["a row", "taken apart"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_is_that_of_rounded_copies_of_fp32_masters(two: Runtime, kind: str, preset: bool | None) -> None:
@@ -135,6 +136,7 @@ def test_masters_begin_with_the_values_that_peft_made(two: Runtime, master: Any)
     assert any(not torch.equal(held[name].float(), one) for name, one in first.items())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("master", ["whole", "split"])
 @pytest.mark.parametrize("is_async", [True, False])
 def test_saved_adapters_are_the_masters_and_training_goes_on_from_them(
@@ -209,6 +211,7 @@ def test_an_adapter_that_peft_loads_again_stays_narrow_and_trains_on(tmp_path: P
     assert not any(torch.equal(state[name], one) for name, one in saved.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", [None, False], ids=["a row", "taken apart"])
 def test_adapters_that_are_switched_to_after_wrapping_are_narrow_and_keep_their_values(
     two: Runtime, preset: bool | None

@@ -191,6 +191,7 @@ def drain(model: RoundPipe) -> None:
     model.step(lambda: None, is_async=False)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("plan", "calls", "bytes_each"),
     [("undivided", 1, 2), ("undivided", 2, 4), ("in halves", 1, 4), ("in quarters", 1, 4), ("in halves", 5, 4)],

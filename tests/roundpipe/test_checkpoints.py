@@ -48,6 +48,7 @@ def loaded(own: Job, path: Path, **kwargs: Any) -> Any:
 # Going on as if nothing had been
 
 
+@pytest.mark.few(2)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("second", [True, False], ids=["second block", "one block"])
@@ -103,6 +104,7 @@ def test_a_checkpoint_after_an_asynchronous_step_has_both_results(tmp_path: Path
         assert not torch.equal(exported[name], value)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("second", [True, False], ids=["second block", "one block"])
 def test_what_is_saved_while_training_goes_on_is_the_model_after_its_step(

@@ -95,6 +95,7 @@ def test_layers_of_a_kind_share_a_compilation(devices: int) -> None:
         assert first < counting.graphs <= 2 * kinds
 
 
+@pytest.mark.slow
 def test_many_layers_on_many_devices_stay_within_the_compilers_limits() -> None:
     counting = Counting()
     with Runtime("cpu:4") as runtime:
@@ -103,6 +104,7 @@ def test_many_layers_on_many_devices_stay_within_the_compilers_limits() -> None:
     assert counting.graphs <= 12
 
 
+@pytest.mark.few(1)
 def test_the_numbers_are_those_of_layers_that_are_not_compiled(runtime: Runtime, devices: str) -> None:
     # On the CPU the real compiler would need minutes; its graphs are what counts here, and a slow test has it.
     options: Any = True if devices == "cuda" else {"backend": "aot_eager"}
@@ -227,6 +229,7 @@ for _ in range(3):
     )
 
 
+@pytest.mark.slow
 def test_layers_are_called_while_another_thread_traces(two: Runtime) -> None:
     traces, is_called = threading.Event(), threading.Event()
 

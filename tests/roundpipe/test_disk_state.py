@@ -34,6 +34,7 @@ def _made(optimizer: str, parameters: Any, **how: Any) -> torch.optim.Optimizer:
     return optim.Muon([{"params": matrices}, others], lr=0.01, ns_dtype=torch.float32, **how)
 
 
+@pytest.mark.few(2)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("with_", ["nothing", "clipping", "scaler"])
 @pytest.mark.parametrize("when", ["synchronous", "asynchronous", "in backward"])
@@ -94,6 +95,7 @@ def test_a_training_is_that_in_memory_to_the_last_bit(
     assert equal(train(disk if master == "disk" else master, state=disk), train(state=kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masters", ["memory", "disk"])
 @pytest.mark.parametrize("kind", ["fp32", "8bit"])
 def test_a_training_resumes_from_disk_to_disk_and_to_memory(kind: Any, masters: str, tmp_path: Path) -> None:

@@ -168,6 +168,7 @@ def test_a_model_that_gets_time_first_is_split_by_samples(two, rows, steps):
     assert whole == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("rows", "steps"), [(7, 5), (4, 7), (6, 6), (4, 4)])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_states_of_a_bidirectional_lstm_are_split_and_merged_along_their_own_dimension(

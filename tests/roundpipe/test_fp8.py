@@ -108,6 +108,7 @@ def apart(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
     return ((one - other).norm() / other.norm()).item()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", [None, adapt, pack, pack_rows], ids=["whole", "adapters", "packed", "rows"])
 def test_numbers_do_not_depend_on_devices_plans_or_graphs(
     change: Callable[[nn.Sequential], object] | None,
@@ -129,6 +130,7 @@ def test_numbers_do_not_depend_on_devices_plans_or_graphs(
     assert 0 < apart(masters, weights) < 0.01
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", [pack_rows, pytest.param(adapt, id="bf16")])
 def test_frozen_weights_in_fp8_by_rows_are_multiplied_as_they_are(
     change: Callable[[nn.Sequential], object], monkeypatch: pytest.MonkeyPatch
@@ -182,6 +184,7 @@ def test_codes_are_weights_for_whoever_reads_them() -> None:
     assert apart(found[1], truth[1]) == 0.0
 
 
+@pytest.mark.slow
 def test_replays_have_the_bits_of_runs_by_python() -> None:
     plain, replayed = (
         trained("cpu:2", compute="fp8", steps=6, execute_plan=Plan(fused=range(LAYERS)), launch=launch)

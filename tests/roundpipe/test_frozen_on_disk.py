@@ -129,6 +129,7 @@ def in_memory(name: str, pack: str | None) -> dict[str, torch.Tensor]:
         return found.train(0, 3) | found.read()
 
 
+@pytest.mark.few(2)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("double_buffer", [True, False])
 @pytest.mark.parametrize("launch", ["eager", "graphs"])
@@ -164,6 +165,7 @@ def test_a_training_is_that_in_memory_to_the_last_bit(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pack", [None, "nf4"])
 def test_a_checkpoint_s_files_are_read_where_they_are_and_what_is_packed_goes_to_disk_once(
     pack: str | None, tmp_path: Path
@@ -232,6 +234,7 @@ def test_frozen_weights_are_written_thawed_and_replaced_as_in_memory(tmp_path: P
     assert all(map(equal, train(frozen=on_disk(tmp_path, 2)), train()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resumed", ["memory", "disk"])
 def test_a_training_resumes_on_disk_and_in_memory(resumed: str, tmp_path: Path) -> None:
     first, then = ("disk", "memory") if resumed == "memory" else ("memory", "disk")

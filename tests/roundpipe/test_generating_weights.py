@@ -89,6 +89,7 @@ def test_weights_fit_that_take_most_of_the_memory(llama: LlamaForCausalLM, tmp_p
     assert nbytes <= 1.001 * weights_of(llama)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
 def test_of_weights_that_do_not_fit_only_the_rest_is_uploaded_for_each_token(
     llama: LlamaForCausalLM, tmp_path: Path, share: float
@@ -107,6 +108,7 @@ def test_of_weights_that_do_not_fit_only_the_rest_is_uploaded_for_each_token(
     assert rest < weights or share == 0.5
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options", [{}, {"do_sample": True}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str
 )
@@ -195,6 +197,7 @@ class Stops(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("error", [KeyError("mine"), KeyboardInterrupt()])
 def test_memory_is_free_after_an_error(llama: LlamaForCausalLM, error: BaseException) -> None:
     with Runtime("cpu:1", device_memory_bytes=PLENTY) as runtime:
@@ -227,6 +230,7 @@ def trained(model: RoundPipe, *, generates: bool) -> list[torch.Tensor]:
     return [*found, *(parameter.detach().clone() for parameter in model.model.parameters())]
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_if_nothing_had_been_generated(llama: LlamaForCausalLM) -> None:
     llama = copy.deepcopy(llama)
     llama.config.attention_dropout = 0.1
@@ -237,6 +241,7 @@ def test_training_goes_on_as_if_nothing_had_been_generated(llama: LlamaForCausal
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.slow
 def test_a_call_with_gradients_while_text_is_generated_leaves_the_weights_there(
     llama: LlamaForCausalLM, tmp_path: Path
 ) -> None:

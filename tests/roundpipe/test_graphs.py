@@ -169,6 +169,7 @@ def graphs_runtime(devices: str) -> Iterator[Runtime]:
         yield opened
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replays_have_the_bits_of_runs_by_python(
@@ -182,6 +183,7 @@ def test_replays_have_the_bits_of_runs_by_python(
     assert {layer for span in replays for layer in span} >= set(range(LAYERS - 1))
 
 
+@pytest.mark.few(1)
 @on_few_devices
 @pytest.mark.parametrize("plan", PLANS)
 def test_evaluations_between_steps_have_graphs_of_their_own(graphs_runtime: Runtime, plan: str) -> None:
@@ -302,6 +304,7 @@ def test_layers_that_draw_on_the_host_run_as_they_are(runtime: Runtime) -> None:
     assert_same(trained(runtime, layers, "graphs", plan), expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_graphs_leave_draws_of_layers_beside_them_as_they_are(
     graphs_runtime: Runtime, plan: str, replays: list[range]

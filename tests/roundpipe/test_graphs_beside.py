@@ -194,6 +194,7 @@ def wide(_: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
 
 
+@pytest.mark.slow
 def test_parts_of_a_model_taken_apart_have_graphs_too(replays: list[range]) -> None:
     def run(launch: str, runtime: Runtime) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -123,6 +123,7 @@ def test_tied_weights_are_one_and_experts_are_stacked(two: Runtime, tmp_path: Pa
     assert experts["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 32, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", [True, False])
 def test_nothing_stays_mapped_that_devices_read(two: Runtime, tmp_path: Path, preset: bool) -> None:
     folder = saved(tmp_path / "saved")

@@ -149,6 +149,7 @@ def test_names_are_those_of_the_peft_model(two: Runtime, preset: bool | None) ->
     assert [name for name, _ in p.named_modules()] == [name for name, _ in truth.named_modules()]
 
 
+@pytest.mark.few(2)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("preset", [None, False])

@@ -70,6 +70,7 @@ def backpropagated(model: nn.Module) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", [None, False], ids=["a row", "taken apart"])
 @pytest.mark.parametrize("kind", RIGHT)
 def test_losses_and_gradients_are_those_of_plain_peft(kind: str, preset: bool | None) -> None:

@@ -388,6 +388,7 @@ class _Forking(nn.Module):
         return self.linear(x) + noise[0, :4]
 
 
+@pytest.mark.slow
 def test_compiled_layers_that_fork_the_generator_draw_the_same_on_any_number_of_devices() -> None:
     found: list[list[torch.Tensor]] = []
     for devices in ("cpu:1", "cpu:3"):

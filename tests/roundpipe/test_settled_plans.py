@@ -176,6 +176,7 @@ def test_the_folder_is_where_caches_of_the_user_are(
     assert cache_folder() == (None if wanted is None else Path(wanted))
 
 
+@pytest.mark.slow
 def test_tests_and_the_programs_that_they_start_keep_no_plans() -> None:
     assert cache_folder() is None
     program = "from rp_engine.planning.settled_plans import cache_folder; print(cache_folder())"

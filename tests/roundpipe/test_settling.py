@@ -122,6 +122,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
     monkeypatch.setenv("RP_ENGINE_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("is_first_faster", [False, True])
 def test_the_next_process_begins_with_what_was_settled_for_and_tries_nothing_slower(

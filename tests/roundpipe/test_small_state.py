@@ -20,6 +20,7 @@ KINDS = ("bf16", "8bit")
 OPTIMIZERS = (roundpipe.optim.AdamW, roundpipe.optim.Lion, roundpipe.optim.Adafactor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda made: made.__name__)
 def test_a_resumed_training_is_the_same_to_the_last_bit(tmp_path: Path, optimizer: Any, kind: str) -> None:

@@ -98,6 +98,7 @@ def are_rounded(model: RoundPipe) -> bool:
 # Numbers
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("is_async", "double_buffer"),
     [(False, None), (False, True), (True, None)],

@@ -139,6 +139,7 @@ def llama() -> LlamaForCausalLM:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", [None, False], ids=["a row", "taken apart"])
 def test_save_pretrained_and_generate_wait_by_themselves(
     tmp_path: Path, two: Runtime, preset: bool | None

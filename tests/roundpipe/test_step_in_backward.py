@@ -147,6 +147,7 @@ def test_every_optimizer_has_the_numbers_of_a_step_after_the_call(two: Runtime, 
     assert both(two, make)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "how",
     [
@@ -224,6 +225,7 @@ def adapted() -> nn.Sequential:
     ).bfloat16()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layers", [tied, experts, frozen, adapted])
 @pytest.mark.parametrize("plan", ["one stage", "microbatches divided"])
 def test_shared_unused_and_frozen_weights_have_those_numbers(
@@ -760,6 +762,7 @@ def test_an_interrupted_call_is_torn_or_whole_and_says_which(two: Runtime) -> No
     call(model, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("samples_first")
 @pytest.mark.parametrize(
     ("plan", "nth"), [("all fused", 2), ("all fused", 40), ("one stage", 25), ("one stage", 60)]
@@ -804,6 +807,7 @@ def during(runtime: Runtime, **kwargs: Any) -> During:
 after = partial(job, dtype=torch.bfloat16, master="split", is_async=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "then"), [(during, during), (during, after), (after, during)])
 def test_a_resumed_training_is_the_same_to_the_last_bit(tmp_path: Path, before: Any, then: Any) -> None:
     torch.manual_seed(3)

@@ -172,6 +172,7 @@ def test_twenty_steps_agree_with_plain_pytorch_one_step_late(
     assert_near(list(model.optim_parameters()), truth.masters, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan_name", ["one layer a stage", "tail divided", "all fused"])
 def test_bf16_weights_with_fp32_masters_follow_plain_pytorch(runtime: Runtime, plan_name: str) -> None:
     layers = mlp().to(torch.bfloat16)

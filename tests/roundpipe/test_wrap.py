@@ -382,6 +382,7 @@ def test_a_submodule_at_two_places_is_one_part(two: Runtime) -> None:
     assert_near(gradients(model.model).values(), gradients(truth).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("upper", [9500, 0])
 def test_what_shares_a_parameter_is_one_part_and_trains_as_plain_pytorch(runtime: Runtime, upper: int) -> None:
     layers = net(tied=True)

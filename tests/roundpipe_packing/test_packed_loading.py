@@ -169,6 +169,7 @@ def test_packing_while_loading_is_packing_what_transformers_loads(
     assert len(weights) == (14 if made is qwen else 12)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("packed", "count"),
     [

@@ -120,6 +120,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("how", "name"),
     [
@@ -162,6 +163,7 @@ def test_plain_pytorch_runs_the_packed_model_too() -> None:
     assert torch.equal(alone, expanded(input_ids=ids(), labels=ids()).loss)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("name", ["nf4", "mxfp4"])
 def test_a_packed_model_is_compiled_in_plain_pytorch_and_runs_eagerly_after(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -514,6 +516,7 @@ def test_embeddings_and_the_head_stay_as_they_are() -> None:
 # Checkpoints of a training
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("how", ["lora", pytest.param("experts", marks=pytest.mark.nightly)])
 def test_a_training_of_adapters_goes_on_from_its_checkpoint(how: str, tmp_path: Path) -> None:
     results: list[dict[str, torch.Tensor]] = []

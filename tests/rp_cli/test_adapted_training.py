@@ -104,6 +104,7 @@ def folder_of(family: str, folders: dict[str, Path], tmp_path_factory: pytest.Te
     return folders[family]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_equals_a_plain_loop_and_its_adapters_load_and_merge(
     name: str, tmp_path: Path, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory

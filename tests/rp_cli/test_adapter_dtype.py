@@ -50,6 +50,7 @@ def test_losses_stay_near_and_what_is_saved_is_in_fp32(tmp_path: Path, model: Pa
     assert all(torch.isfinite(one).all() for one in loaded.merge_and_unload().parameters())
 
 
+@pytest.mark.later
 def test_an_extended_run_and_a_continued_adapter_begin_with_the_fp32_values(
     tmp_path: Path, model: Path, data: Path
 ) -> None:

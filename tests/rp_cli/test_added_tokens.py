@@ -59,6 +59,7 @@ def place(request: pytest.FixtureRequest, made: Path, tmp_path: Path, monkeypatc
     return request.param
 
 
+@pytest.mark.few(1)
 def test_embeddings_are_enlarged_trained_and_saved(place: str) -> None:
     assert main([*RESIZED, "--steps", "3", "--save-every", "1"]) == 0
 

@@ -62,6 +62,7 @@ def test_a_line_is_read_as_it_was_written(gpu: str, devices: int, nbytes: int, r
     assert after.utilisation == pytest.approx(part, rel=1e-3)
 
 
+@pytest.mark.later
 def test_a_plan_is_that_of_the_machine_in_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "line.txt"
     file.write_text(f"{LINE}\n")

@@ -54,6 +54,7 @@ def plain_loss(folder: Path, texts: list[str], wrap: Any = lambda model: model) 
     return total / count
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more", [[], ["--no-packing"], ["--batch", "1"]])
 def test_the_loss_is_that_of_transformers(
     more: list[str], model: Path, data: Path, capsys: pytest.CaptureFixture[str]
@@ -65,6 +66,7 @@ def test_the_loss_is_that_of_transformers(
     assert found["learned_tokens"] == found["tokens"] - len(TEXTS)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more", [["--held-out", "0.3"], ["--eval-data", "others", "--lora", "4"]])
 @pytest.mark.usefixtures("measured_once")
 def test_the_loss_of_a_run_is_the_last_that_it_told(

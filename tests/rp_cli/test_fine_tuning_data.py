@@ -282,6 +282,7 @@ def test_equal_documents_are_held_out_together_whatever_their_order(numbers: lis
     assert parts(numbers[::-1]) == (training, evaluated)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", finetuning.FAMILIES)
 def test_the_logits_of_a_packed_document_are_those_of_the_document_alone(family: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(finetuning.make_model(tmp_path, family)).eval()

@@ -93,6 +93,7 @@ def test_a_run_from_before_there_were_kinds_of_state_goes_on_as_fp32(tmp_path: P
         check_same(options(*flags, "--optimizer-state", "8bit"), tmp_path, "d")
 
 
+@pytest.mark.later
 def test_linear_layers_multiply_in_fp8(
     inputs: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -304,6 +305,7 @@ def test_a_loss_that_is_not_finite_ends_the_training_and_saves_nothing_of_it(
     assert not (tmp_path / "run" / "model").exists()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "rows", "given"),
     [
@@ -337,6 +339,7 @@ def test_weights_that_are_not_finite_are_named(
     assert last.endswith(f"its weight {name} has numbers that are NaN or infinite; fetch it or save it again")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("given", [["--sync"], ["--no-sync"], ["--sync", "--clip", "0"]])
 def test_gradients_that_are_not_finite_end_the_training_before_they_reach_a_weight(
     given: list[str],
@@ -378,6 +381,7 @@ def test_a_trace_that_cannot_be_written_costs_no_model(
     assert (run / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.later
 def test_tensorboard_gets_what_the_lines_have(inputs: list[str], tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -415,6 +419,7 @@ def test_compiled_layers_train_the_same(inputs: list[str], tmp_path: Path) -> No
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.later
 def test_evaluations_leave_the_random_numbers_of_the_training_alone(inputs: list[str], tmp_path: Path) -> None:
     folder = finetuning.make_model(tmp_path / "gpt2", "gpt2")
     config = json.loads((folder / "config.json").read_text())

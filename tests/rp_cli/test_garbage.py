@@ -24,6 +24,7 @@ def command(tmp_path: Path, request: pytest.FixtureRequest) -> list[str]:
     return ["train", "--data", str(text), "--batch", "4", "--sequence", "8", "--devices", "cpu:1"]
 
 
+@pytest.mark.later
 @pytest.mark.usefixtures("measured_once")
 @pytest.mark.parametrize("command", ["training", "fine-tuning"], indirect=True)
 @pytest.mark.parametrize(("steps", "is_long"), [(2, False), (5, True)])

@@ -252,6 +252,7 @@ def test_images_for_a_model_of_text_are_refused(tmp_path, capsys):
     assert "reads none: it is a llama" in error
 
 
+@pytest.mark.later
 def test_images_that_a_sequence_cuts_are_omitted_and_none_is_packed(folders, tmp_path, capsys):
     records = [chat(uri(png(1))), chat(*[uri(png(2))] * 90), chat(uri(png(3))), chat(uri(png(4)))]
 
@@ -268,6 +269,7 @@ def test_images_that_a_sequence_cuts_are_omitted_and_none_is_packed(folders, tmp
 # --- going on
 
 
+@pytest.mark.later
 def test_a_run_on_images_goes_on_to_the_last_bit_but_not_with_other_images(folders, tmp_path, capsys):
     tmp_path.joinpath("a.png").write_bytes(png(1))
     records = [chat("a.png"), chat(uri(png(2)), uri(png(3))), chat(), chat("a.png"), chat(uri(png(4)))] * 2

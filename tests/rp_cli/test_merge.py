@@ -148,6 +148,7 @@ def test_other_ties_stay(tmp_path: Path) -> None:
     assert loaded(tmp_path / "merged").lm_head.weight is not None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more", [(), ("--unrounded",)])
 @pytest.mark.usefixtures("measured_once")
 def test_a_runs_adapter_is_merged_into_the_weights_as_the_run_had_them(

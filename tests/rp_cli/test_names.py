@@ -84,6 +84,7 @@ def losses(folder: str) -> list[float]:
     return [line["loss"] for line in finetuning.lines(Path(folder)) if "loss" in line]
 
 
+@pytest.mark.later
 @pytest.mark.usefixtures("hub")
 def test_a_run_of_names_is_that_of_their_files(repositories: dict[str, Path]) -> None:
     files = [str(repositories["datasets/tiny/texts"] / "train.jsonl")]

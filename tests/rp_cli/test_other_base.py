@@ -65,6 +65,7 @@ def commands(run: Path, place: Path, *more: str) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", ["run", "run/checkpoints/step-00000001", "run/model"])
 def test_an_adapter_is_put_on_no_other_model_of_equal_shapes(
     copied: Path, what: str, capsys: pytest.CaptureFixture[str]
@@ -90,6 +91,7 @@ def test_an_adapter_is_put_on_its_own_model_and_without_a_note_on_any(copied: Pa
     assert main(commands(alone, copied)["export"]) == 0
 
 
+@pytest.mark.later
 @pytest.mark.usefixtures("measured_once")
 def test_a_run_of_adapters_is_not_resumed_on_another_model_and_an_adapter_begins_there_with_a_word(
     copied: Path, capsys: pytest.CaptureFixture[str]

@@ -266,6 +266,7 @@ def test_what_would_fit_does_fit(config: Write, capsys: pytest.CaptureFixture[st
         assert again["fits"], option
 
 
+@pytest.mark.later
 def test_where_no_option_is_enough_several_are_proposed_together(
     config: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -323,6 +324,7 @@ def test_dense_models_are_planned_with_few_simulations(
     assert 0 < next(events) - 1 < 500_000
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("options", "ram_gb_s"),
     [
@@ -426,6 +428,7 @@ def test_state_on_disk_is_proposed_counted_and_told(config: Write, capsys: pytes
     assert "name it with --disk" in capsys.readouterr().err
 
 
+@pytest.mark.later
 def test_frozen_weights_on_disk_are_proposed_counted_and_told(
     config: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -600,6 +603,7 @@ def test_what_is_suggested_keeps_what_it_promises(
         assert then["plan"]["step_s"] == pytest.approx(change["step_s"]), change
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("memory", one_in(3, [600 * 10**6, 1, 650 * 10**6]))
 def test_with_what_is_short_on_a_device_it_fits(
     memory: int, config: Write, capsys: pytest.CaptureFixture[str]

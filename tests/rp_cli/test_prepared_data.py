@@ -153,6 +153,7 @@ def place(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "place"
 
 
+@pytest.mark.later
 @pytest.mark.usefixtures("measured_once", "place")
 def test_a_run_with_prepared_data_is_that_with_the_data_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -31,6 +31,7 @@ def options_of(name: str, **given: Any) -> FineTuning:
     return read(FineTuning, with_config(Given(**usual, **given), declared(FineTuning)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", one_in(5, NAMES))
 def test_a_recipe_fits_the_machine_that_it_names(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = recipes()[name]

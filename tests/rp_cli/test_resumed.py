@@ -108,6 +108,7 @@ def test_a_run_goes_on_from_any_checkpoint_to_the_same_end(
     assert_same(run, whole[kind])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("number", "status", "step"), [(signal.SIGINT, 130, 3), (signal.SIGTERM, 143, 4)])
 def test_a_signal_saves_a_checkpoint_and_the_same_command_with_resume_goes_on(
     number: int,
@@ -285,6 +286,7 @@ def test_300_kills_of_the_command_change_nothing(
             return
 
 
+@pytest.mark.later
 def test_the_checkpoint_with_the_best_held_out_loss_is_kept(
     inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,6 +388,7 @@ def test_another_run_in_the_folder_is_refused_or_replaced(
     assert (run / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.later
 def test_a_finished_run_is_extended_as_if_it_had_been_longer(
     inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -413,6 +416,7 @@ def test_a_finished_run_is_extended_as_if_it_had_been_longer(
     assert not (run / "model-after-step-4").exists()
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("given", [[], ["--lora-targets", "all-linear"]])
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_run_from_before_adapters_had_options_goes_on(

@@ -64,6 +64,7 @@ ASKING = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", ASKING)
 def test_the_command_runs_no_code_of_a_folder_whatever_is_answered(
     case: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -189,6 +189,7 @@ class Closed(io.StringIO):
         return super().write(text)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_a_pipe_that_breaks_is_told_on_the_other_stream(
     name: str, inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -258,6 +259,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str, int]] = {
 }
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("name", one_in(6, CHANGES))
 def test_a_run_ends_well_whatever_becomes_of_its_folder(
     name: str,
@@ -284,6 +286,7 @@ def test_a_run_ends_well_whatever_becomes_of_its_folder(
     assert not (tmp_path / place / ".lock").exists()
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("name", one_in(6, CHANGES))
 def test_what_an_interrupted_run_says_to_do_works(
     name: str,

@@ -43,6 +43,7 @@ tell([found.failed, found.attempted > 0, "rp_machines" in sys.modules])
     assert told(program, 2) == [[0, True, True]] * 2
 
 
+@pytest.mark.later
 def test_one_machine_alone_brings_none_of_it() -> None:
     program = """
 import sys

@@ -348,6 +348,7 @@ while True:
 """
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("times", [1, pytest.param(50, marks=pytest.mark.nightly)])
 @pytest.mark.timeout(600)
 def test_a_killed_process_leaves_nothing(times: int, tmp_path: Path) -> None:
@@ -511,6 +512,7 @@ def test_time_in_which_the_process_was_stopped_is_no_stall(
     assert looks == [20]
 
 
+@pytest.mark.later
 def test_a_forked_child_changes_nothing(tmp_path: Path) -> None:
     program = f"""
 import os, torch, sys

@@ -149,6 +149,7 @@ def test_adafactor_squares_the_factor_of_its_gradient(shape: tuple[int, ...]) ->
     torch.testing.assert_close(master.data, plain.data, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("shape", [(70_000, 3), (2, 40_000, 2), (3, 40_003), (4000, 40)], ids=str)
 def test_adafactor_does_not_depend_on_the_number_of_threads(shape: tuple[int, ...]) -> None:

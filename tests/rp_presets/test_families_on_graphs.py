@@ -60,6 +60,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     return lambda: count[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     [

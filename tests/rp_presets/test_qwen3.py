@@ -136,12 +136,14 @@ def assert_row_equals(model: Qwen3ForCausalLM, inputs: dict, **tolerance) -> Non
     torch.testing.assert_close(found, expected, **tolerance)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "by_token"])
 @pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
 def test_logits_and_gradients_equal_the_models(attention, inputs):
     assert_row_equals(make_model(attention), inputs(), **EXACT)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "by_token"])
 @pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
 def test_sliding_windows_equal_the_models(attention, inputs):

@@ -53,6 +53,7 @@ def assert_trains_as_plainly(name: str, devices: str, microbatches: int, owned: 
     assert differences(trained(model, batch, devices, microbatches), expected) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("devices", "microbatches"), PLACES)
 @pytest.mark.parametrize("name", [name for name in SAMPLE if name in FAMILIES])
 def test_a_model_that_sees_trains_on_devices_as_plainly(name, devices, microbatches):
@@ -79,6 +80,7 @@ def test_samples_may_have_any_number_of_images(name, data):
     assert_trains_as_plainly(name, devices, microbatches, owned)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("trained_part", ["visual", "language_model"])
 def test_towers_and_language_models_may_be_frozen(trained_part):
     model = without_dropout(FAMILIES["Qwen3VLForConditionalGeneration"].build()).train()
@@ -212,6 +214,7 @@ def test_generating_with_videos_is_refused_in_words():
             wrapped.generate(batch["input_ids"], pixel_values_videos=batch["pixel_values"], max_new_tokens=2)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("count", [3, 4])
 def test_repeated_prompts_of_a_model_with_positions_of_three_kinds_give_its_tokens(count):
     model = without_dropout(FAMILIES["Qwen2VLForConditionalGeneration"].build()).eval()

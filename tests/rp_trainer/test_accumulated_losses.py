@@ -91,6 +91,7 @@ def rows(count: int, seed: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(8) > kept, -100)}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MIXTURES)
 @settings(max_examples=examples(20), deadline=None)
 @given(calls=st.integers(2, 3), batch=st.integers(1, 2), whole=st.booleans(), seed=st.integers(0, 99))

@@ -127,6 +127,7 @@ def test_a_loss_that_falls_by_less_than_the_threshold_does_not_count(model: Roun
     assert fine_tune(model, InTurn(ROWS), how, evaluation=Evaluation(ROWS)).steps == 2
 
 
+@pytest.mark.later
 def test_a_run_that_goes_on_remembers_how_long_the_loss_has_not_fallen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +197,7 @@ def test_a_program_that_has_ended_trains_nothing_when_it_is_started_again(tmp_pa
     assert {path: path.read_bytes() for path in (tmp_path / "run" / "model").iterdir()} == before
 
 
+@pytest.mark.later
 def test_a_model_that_is_there_is_replaced(tmp_path: Path) -> None:
     in_folder(tmp_path / "run")
     with Runtime("cpu:1") as runtime, taken(tmp_path / "run", overwrite=True) as folder:

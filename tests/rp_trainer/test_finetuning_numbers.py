@@ -82,6 +82,7 @@ def plain(batches: Sequence[dict[str, torch.Tensor]], *, sync: bool) -> tuple[li
     return losses, {name: weight.detach() for name, weight in newest.named_parameters()}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sync", [False, True], ids=["asynchronous", "synchronous"])
 @pytest.mark.parametrize("devices", DEVICES)
 def test_losses_and_final_weights_are_those_of_a_plain_loop(batches: Any, devices: str, sync: bool) -> None:
@@ -96,6 +97,7 @@ def test_losses_and_final_weights_are_those_of_a_plain_loop(batches: Any, device
         assert error < 1e-4, f"{name}: off by {error:.2g} of its norm"
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("clip", [0, 0.1])
 def test_norms_are_those_of_gradients_before_they_are_clipped(batches: Any, clip: float) -> None:
     def norms(**given: Any) -> list[float | None]:
@@ -140,6 +142,7 @@ def test_the_loss_is_that_of_the_whole_batch_whatever_the_microbatches(batches: 
     assert parts == pytest.approx(whole, rel=1e-4)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("sync", [True, False])
 def test_masters_in_halves_give_the_same_losses(batches: Any, sync: bool) -> None:
     (whole, _), (split, _) = (

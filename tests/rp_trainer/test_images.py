@@ -75,6 +75,7 @@ def test_sft_with_images_is_the_same(tmp_path, options, family):
     assert_images_train_the_same(tmp_path, family, options, settings)
 
 
+@pytest.mark.later
 def test_batches_with_images_that_a_plain_trainer_accumulates_are_divided_by_samples(tmp_path, two):
     def trained(kind: type[Any], **given: Any) -> Any:
         more = {"gradient_accumulation_steps": 2, "remove_unused_columns": False}

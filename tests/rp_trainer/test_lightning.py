@@ -257,6 +257,7 @@ def test_a_run_that_is_resumed_equals_the_uninterrupted_one(tmp_path, two, dtype
     assert {one.dtype for one in masters.values()} == ({torch.float32} if dtype == torch.bfloat16 else set())
 
 
+@pytest.mark.later
 def test_plain_lightning_and_this_one_resume_each_others_checkpoints(tmp_path, options):
     def run(path: Path, given: Any, epochs: int, resumed: Any = None) -> Rows:
         module = Rows()

@@ -174,6 +174,7 @@ def assert_same(found: Any, wanted: Any) -> None:
     assert_same_weights(found, wanted)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -210,6 +211,7 @@ class PartlyFrozen(Seen):
         return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=0.1)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(
     ("kind", "callbacks"),
     [

@@ -195,6 +195,7 @@ def test_so_they_are_with_a_rollout_of_the_users_own(settings, tmp_path, options
     assert_as_unchanged("grpo", tmp_path, options, settings, seeded=False, rollout_func=fixed)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("name", one_in(2, ["grpo", "online"]))
 def test_reward_models_run_on_the_devices(name, tmp_path, options):
     given: list[Any] = [rewarding(), digits]

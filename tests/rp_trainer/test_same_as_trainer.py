@@ -410,6 +410,7 @@ class Dropping(TrainerCallback):
             kwargs["optimizer"].zero_grad()
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_gradients_that_a_callback_drops_are_not_used(tmp_path, options, accumulated):
     settings = {"gradient_accumulation_steps": accumulated, "num_train_epochs": 1, "max_grad_norm": 0}

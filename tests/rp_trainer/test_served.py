@@ -73,6 +73,7 @@ def assert_as_by_itself(name: str, path: Path, options: Any, settings: dict[str,
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "settings"),
     [("grpo", {**REUSED, "beta": 0.1}), ("rloo", {"gradient_accumulation_steps": 2, "max_steps": 2})],
@@ -104,6 +105,7 @@ def test_with_adapters_the_server_has_merged_weights_and_the_base_stays(tmp_path
             assert torch.equal(value, start[key.removeprefix("base_model.model.").replace(".base_layer", "")]), key
 
 
+@pytest.mark.later
 def test_a_run_whose_server_dies_goes_on_from_its_checkpoint(tmp_path, options, server):
     settings = {**SETTINGS, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "no", "max_steps": 2}
     run = partial(trained, "grpo", tmp_path, settings, (RoundPipeMixin,), roundpipe=served(options, server))

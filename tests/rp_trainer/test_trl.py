@@ -174,6 +174,7 @@ def test_dpo_under_autocast_has_its_reference_on_the_devices_too(tmp_path, optio
         torch.testing.assert_close(here, there, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.later
 def test_dpo_with_adapters_switched_off_is_the_same(tmp_path, options, monkeypatch):
     calls: list[bool] = []
     plain = OnDevices.forward

@@ -111,6 +111,7 @@ def test_a_block_is_filled_from_a_file_that_is_mapped_no_more_afterwards(file: P
     assert str(file) not in Path("/proc/self/maps").read_text()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "compute",
     [

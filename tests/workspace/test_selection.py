@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pairwise import covering, pairs, singles, superfluous, with_each_value
+from sometimes import beyond_few
 from traced import spaced, traced
 
 pytest_plugins = "pytester"
@@ -93,6 +94,37 @@ def test_tests_of_devices_alone_take_turns_in_them(pytester: pytest.Pytester) ->
     assert found.count("cuda]") == found.count("cpu:1]") + found.count("cpu:2]") == 20
     assert min(map(found.count, ("cpu:1]", "cpu:2]"))) > 3
     assert superfluous(alone) == set()
+
+
+def test_few_cases_run_of_what_is_marked_so_and_two_of_what_has_devices_and_more(
+    pytester: pytest.Pytester,
+) -> None:
+    marked = """
+    @pytest.mark.few(3)
+    @pytest.mark.parametrize("number", [*range(10), pytest.param(10, marks=pytest.mark.slow)])
+    def test_marked(number):
+        pass
+    """
+    tests = "".join(f"    def test_{number}(devices):\n        pass\n" for number in range(20))
+    items = pytester.getitems(THREE_AXES.format(mark="pairwise") + tests + marked)
+
+    left = [item.name for item in items if item not in beyond_few(items)]
+
+    names = [name for name in left if "cuda" not in name]
+    assert [sum(name.startswith(test) for name in names) for test in ("test_it", "test_marked")] == [2, 3 + 1]
+    assert len(names) == 2 + 4 + 20 * 2
+    assert [name for name in left if "cuda" in name] == [item.name for item in items if "cuda" in item.name]
+
+
+def test_tests_take_turns_in_the_cases_that_run(pytester: pytest.Pytester) -> None:
+    cases = '    @pytest.mark.few(2)\n    @pytest.mark.parametrize("number", range(9))\n'
+    tests = "".join(f"{cases}    def test_{number}(number):\n        pass\n" for number in range(20))
+    items = pytester.getitems("    import pytest\n\n" + tests)
+
+    left = [item.name.split("[")[1] for item in items if item not in beyond_few(items)]
+
+    assert len(left) == 40
+    assert len(set(left)) == 8
 
 
 def test_what_is_parametrized_together_is_one_axis_and_gpus_are_covered_by_themselves(
