@@ -218,6 +218,7 @@ def test_parts_of_a_model_taken_apart_have_graphs_too(replays: list[range]) -> N
     assert replays
 
 
+@pytest.mark.slow
 @on_few_devices
 def test_models_that_share_devices_have_graphs_of_their_own(runtime: Runtime, replays: list[range]) -> None:
     def run(launch: str) -> list[torch.Tensor]:
