@@ -189,6 +189,7 @@ def test_adapters_of_another_rank_are_refused(tmp_path: Path, two: Runtime) -> N
         load_checkpoint(path, wrapped(wider, two))
 
 
+@pytest.mark.later
 def test_a_cut_that_is_given_again_rounds_as_before(tmp_path: Path) -> None:
     def train_in(runtime: Runtime, plan: Plan | None, path: Path | None) -> tuple[Any, list[float]]:
         model = wrapped(lambda: plain().to(torch.bfloat16), runtime, optim_dtype=torch.float32)

@@ -108,7 +108,7 @@ def apart(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
     return ((one - other).norm() / other.norm()).item()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", [None, adapt, pack, pack_rows], ids=["whole", "adapters", "packed", "rows"])
 def test_numbers_do_not_depend_on_devices_plans_or_graphs(
     change: Callable[[nn.Sequential], object] | None,

@@ -174,6 +174,7 @@ def test_remainders_on_disk(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", WAYS)
 def test_machines_make_codes_of_what_others_have_stepped(options: dict[str, Any]) -> None:
     def trained(runtime: Runtime, uploads: str) -> tuple[Losses, list[torch.Tensor]]:
@@ -195,6 +196,7 @@ def test_machines_make_codes_of_what_others_have_stepped(options: dict[str, Any]
         assert all(torch.equal(one, other) for one, other in zip(weights, others, strict=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", WAYS)
 def test_weights_that_code_outside_has_written_have_codes_of_their_own(
     options: dict[str, Any], tmp_path: Path

@@ -136,6 +136,7 @@ def test_several_devices_bring_what_does_not_fit_on_them_together(llama: LlamaFo
     assert nbytes < NUM_TOKENS * weights_of(llama)
 
 
+@pytest.mark.later
 def test_devices_that_bring_weights_work_at_the_same_time(llama: LlamaForCausalLM, tmp_path: Path) -> None:
     config = RoundPipeRunConfig(num_microbatch=2)
     with (

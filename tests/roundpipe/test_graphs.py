@@ -169,7 +169,7 @@ def graphs_runtime(devices: str) -> Iterator[Runtime]:
         yield opened
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replays_have_the_bits_of_runs_by_python(
@@ -208,6 +208,7 @@ def test_what_passes_a_layer_by_is_passed_on(runtime: Runtime, plan: str, replay
     assert len(replays) > 5
 
 
+@pytest.mark.later
 @on_few_devices
 def test_several_shapes_have_graphs_each(runtime: Runtime, replays: list[range]) -> None:
     def rows(step: int) -> int:

@@ -160,6 +160,7 @@ def assert_moved_alike(
         assert (found[name] - tensor).norm() <= 1e-2 * moved + 1e-6, name
 
 
+@pytest.mark.later
 def test_dropout_is_of_the_adapters_inputs(
     tmp_path: Path, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -105,6 +105,7 @@ def test_without_the_option_added_tokens_are_refused(capsys: pytest.CaptureFixtu
     assert "or, if tokens were added to it, --resize-embeddings" in capsys.readouterr().err
 
 
+@pytest.mark.few(1)
 def test_adapters_train_the_new_rows_or_are_refused(
     place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

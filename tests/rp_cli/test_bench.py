@@ -110,6 +110,7 @@ def test_what_is_no_such_line_is_refused(text: str, said: str, capsys: pytest.Ca
     assert shown.count("\n") == 1
 
 
+@pytest.mark.later
 def test_a_machine_is_measured_and_foretold_by_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

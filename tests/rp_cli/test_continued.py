@@ -64,6 +64,7 @@ def test_a_run_from_an_adapter_has_the_losses_of_a_plain_loop_from_it(tmp_path: 
     assert made["base_model_name_or_path"] == str(model)
 
 
+@pytest.mark.later
 def test_a_run_from_the_adapter_of_a_run_goes_on_from_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

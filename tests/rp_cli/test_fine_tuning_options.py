@@ -253,6 +253,7 @@ def test_lines_of_a_report_tell_tokens_and_epochs_so_far(inputs: list[str], tmp_
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
 
 
+@pytest.mark.later
 def test_lines_of_a_report_tell_how_late_the_weights_of_a_loss_are(inputs: list[str], tmp_path: Path) -> None:
     late: dict[str, list[int]] = {}
     for run, given in (("async", ["--no-sync"]), ("sync", [])):

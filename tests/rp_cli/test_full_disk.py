@@ -85,6 +85,7 @@ def test_a_stdout_that_takes_no_more_is_one_line_and_the_training_goes_on(text: 
     assert not any("Exception ignored" in line for line in complaints)
 
 
+@pytest.mark.later
 def test_a_trace_that_finds_no_room_is_one_line(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *SMALL, "--data", str(text), "--profile", "/dev/full"]) == 1
     last = capsys.readouterr().err.splitlines()[-1]

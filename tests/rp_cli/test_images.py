@@ -139,6 +139,7 @@ def test_a_run_on_images_equals_a_plain_loop(family, folders, tmp_path):
     assert type(AutoProcessor.from_pretrained(out / "model")) is type(vision.processor(family))
 
 
+@pytest.mark.later
 def test_a_model_that_is_only_for_images_trains_on_text_alone(folders, tmp_path):
     conversations = [([{"role": "user", "content": "what is it?"}, said(number)], ()) for number in range(6)]
     data = finetuning.json_lines(tmp_path / "data.jsonl", [{"messages": one} for one, _ in conversations])

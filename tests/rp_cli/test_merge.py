@@ -89,6 +89,7 @@ def merge(adapter: Path, output: Path, *more: str) -> int:
     return main(["merge", str(adapter), "--output", str(output), *more])
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merged_model_has_the_weights_of_pefts_own_merge(tmp_path: Path, kind: str) -> None:
     family, config = KINDS[kind]

@@ -95,6 +95,7 @@ def test_a_run_of_names_is_that_of_their_files(repositories: dict[str, Path]) ->
     assert losses("named") == losses("local")
 
 
+@pytest.mark.later
 @pytest.mark.usefixtures("hub")
 def test_the_split_that_is_named_is_read_and_texts_stand_beside_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -363,6 +363,7 @@ def test_a_terminal_is_told_what_is_tried_and_is_left_clean(
     assert shown.endswith(" \r")
 
 
+@pytest.mark.later
 def test_smaller_moments_are_proposed_counted_and_told(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
     machine = (*SMALL, "--num-microbatch", "2", "--model", config(TINY))
     changes = found(capsys, *machine, "--ram", "2.5MB")["changes"]
@@ -542,6 +543,7 @@ def hidden_shapes(config: dict[str, Any]) -> list[tuple[int, int]]:
     ]
 
 
+@pytest.mark.later
 def test_less_ram_than_is_proposed_does_not_fit(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(TINY | {"hidden_size": 4096, "intermediate_size": 16384})
     machine = ("--gpu", "RTX 4090", "--batch", "2", "--sequence", "64")
@@ -761,6 +763,7 @@ def test_a_wrong_option_is_refused_in_one_line(
     assert refused(capsys, *model, *SMALL[:2], *WRONG[case])
 
 
+@pytest.mark.later
 def test_products_in_fp8_are_priced_by_the_cards_rate(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
     # Products that take longer than anything else; one microbatch, so that all have the same plan.
     model = ("--model", config(TINY | {"hidden_size": 1024, "intermediate_size": 4096, "dtype": "bfloat16"}))

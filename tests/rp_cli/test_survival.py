@@ -125,6 +125,7 @@ def test_one_error_of_the_system_anywhere_loses_no_step_and_no_model(
         nth += 1 if nth < 5 else max(nth // 2 * (100 // examples(100)) // 4, 1)
 
 
+@pytest.mark.later
 def test_a_listing_that_fails_in_training_is_told_and_training_goes_on(
     inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +336,7 @@ def test_a_full_disk_that_is_freed_later_loses_one_checkpoint(
     assert json.loads((folder / "options.json").read_text())["steps"] == STEPS
 
 
+@pytest.mark.later
 def test_where_no_checkpoint_can_be_written_an_interrupted_run_says_where_it_begins(
     inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

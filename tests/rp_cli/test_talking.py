@@ -96,6 +96,7 @@ def test_a_text_file_has_a_prompt_a_line(model: Path, tmp_path: Path) -> None:
     assert found == plainly(model, [words(1, 4), words(2, 9)])
 
 
+@pytest.mark.later
 def test_sampling_is_repeated_by_its_seed(model: Path, tmp_path: Path) -> None:
     prompts = json_lines(tmp_path / "prompts.jsonl", PROMPTS)
 

@@ -190,6 +190,7 @@ def test_counts_are_those_of_torchs_counter_on_a_real_model() -> None:
 # Host memory
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("optimizer", "dtype", "masters", "compute"),
     [
@@ -402,6 +403,7 @@ def foretold(name: str) -> Foretold:
     return foretell(Case(workload, h200s(gpus, memory_gb), batch, microbatches))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", MEASURED)
 def test_a_step_is_foretold_within_15_percent_of_the_measured_one(name: str) -> None:
     found = foretold(name)

@@ -173,6 +173,7 @@ def assert_generates_as_plainly(name: str, devices: str, microbatches: int) -> N
         assert beams is None or torch.equal(tokens(wrapped, batch, num_beams=2, **settings), beams)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("devices", "microbatches"), PLACES)
 @pytest.mark.parametrize("name", [name for name in SAMPLE if name in FAMILIES])
 def test_a_model_that_sees_generates_on_devices_as_plainly(name, devices, microbatches, monkeypatch):

@@ -104,6 +104,7 @@ def stopping(**given: Any) -> Settings:
     return Settings(steps=20, lr=0.5, schedule="constant", warm_up=1, eval_every=1, save_every=1, **given)
 
 
+@pytest.mark.later
 def test_a_training_ends_early_where_the_held_out_loss_does_not_fall(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,6 +186,7 @@ def test_the_errors_and_the_signals_need_no_torch() -> None:
     assert done.stdout == "False\n"
 
 
+@pytest.mark.later
 def test_a_program_that_has_ended_trains_nothing_when_it_is_started_again(tmp_path: Path) -> None:
     in_folder(tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run" / "model").iterdir()}

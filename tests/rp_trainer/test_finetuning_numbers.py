@@ -82,7 +82,7 @@ def plain(batches: Sequence[dict[str, torch.Tensor]], *, sync: bool) -> tuple[li
     return losses, {name: weight.detach() for name, weight in newest.named_parameters()}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sync", [False, True], ids=["asynchronous", "synchronous"])
 @pytest.mark.parametrize("devices", DEVICES)
 def test_losses_and_final_weights_are_those_of_a_plain_loop(batches: Any, devices: str, sync: bool) -> None:
@@ -118,6 +118,7 @@ def test_norms_are_those_of_gradients_before_they_are_clipped(batches: Any, clip
         assert norms(step_in_backward=True) == [None, None]
 
 
+@pytest.mark.later
 def test_steps_in_backward_have_the_bits_of_those_after_it(batches: Any) -> None:
     how: dict[str, Any] = {"dtype": torch.bfloat16, "master": "split"}
 

@@ -210,6 +210,7 @@ def test_asynchronous_steps_are_one_late(tmp_path, two):
     assert_same_weights(late, wanted)
 
 
+@pytest.mark.few(1)
 # The master kinds of the run that is saved and of the one that goes on.
 @pytest.mark.filterwarnings("error:.*masters of model.*are whole from now on")
 @pytest.mark.parametrize(
@@ -290,6 +291,7 @@ def test_validation_and_prediction_use_the_last_steps_result(tmp_path, two):
         torch.testing.assert_close(here, there, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.later
 def test_a_validation_may_compute_the_loss_alone(tmp_path, options):
     class Validated(Tuned):
         def validation_step(self, batch: Any, index: int) -> None:

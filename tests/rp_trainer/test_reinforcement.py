@@ -256,6 +256,7 @@ def test_texts_of_an_evaluation_are_not_those_that_are_learned(tmp_path, options
     assert [line["staleness"] for line in found if "staleness" in line] == [0.0, 1.0, 2.0]
 
 
+@pytest.mark.later
 def test_each_line_of_the_log_says_how_long_phases_took(tmp_path, options, caplog):
     caplog.set_level("INFO", "rp_trainer")
     found = trained("grpo", tmp_path, {"max_steps": 2, "num_iterations": 2}, (RoundPipeMixin,), roundpipe=options)

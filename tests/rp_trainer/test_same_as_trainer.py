@@ -80,6 +80,7 @@ def test_so_are_those_of_steps_during_backward(tmp_path, options, calls, accumul
     assert not any("grad_norm" in line for line in logs(found))
 
 
+@pytest.mark.later
 def test_steps_during_backward_train_what_was_wrapped_so_and_is_unfrozen_later(tmp_path, two):
     def trained(kind: type[Trainer], make: type[torch.optim.Optimizer], **given: Any) -> Trainer:
         model = causal_lm()
@@ -200,6 +201,7 @@ def test_a_loss_that_is_a_mean_over_rows_is_scaled_by_the_accumulation(tmp_path,
     )
 
 
+@pytest.mark.later
 def test_a_wrapped_model_is_taken_as_it_is(tmp_path, two):
     model = causal_lm()
     engine = wrap_model_to_roundpipe(model, runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=3))
@@ -428,6 +430,7 @@ class Unfreezing(TrainerCallback):
             kwargs["model"].model.embed_tokens.requires_grad_(True)
 
 
+@pytest.mark.later
 def test_an_optimizer_may_have_parameters_that_are_frozen_for_a_while(tmp_path, options):
     def run(kind: type[Trainer], **given: Any) -> Trainer:
         model = causal_lm()
