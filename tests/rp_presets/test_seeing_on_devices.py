@@ -163,14 +163,12 @@ def assert_generates_as_plainly(name: str, devices: str, microbatches: int) -> N
     batch = batch_of(model, RAGGED)
     greedy = tokens(model, batch)
     sampled = tokens(model, twice(model, batch), do_sample=True)
-    beams = tokens(model, batch, num_beams=2) if name in SAMPLE else None
 
     with Runtime(devices) as runtime:
         settings = {"roundpipe_run_config": RoundPipeRunConfig(num_microbatch=microbatches)}
         wrapped = wrap_model_to_roundpipe(model, True, runtime=runtime)
         assert torch.equal(tokens(wrapped, batch, **settings), greedy)
         assert torch.equal(tokens(wrapped, batch, do_sample=True, num_return_sequences=2, **settings), sampled)
-        assert beams is None or torch.equal(tokens(wrapped, batch, num_beams=2, **settings), beams)
 
 
 @pytest.mark.few(1)
@@ -189,6 +187,19 @@ def test_a_model_that_sees_generates_on_devices_as_plainly(name, devices, microb
 def test_every_other_model_that_sees_generates_on_devices_as_plainly(name, devices, microbatches, monkeypatch):
     monkeypatch.setattr("rp_engine.planning.with_state._SHARE", 0.0)
     assert_generates_as_plainly(name, devices, microbatches)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_beams_of_a_sample_see_its_images(microbatches):
+    model = without_dropout(FAMILIES["LlavaForConditionalGeneration"].build()).eval()
+    # transformers before 5.23 gives beams others' images where a sample has several.
+    batch = batch_of(model, ((0,), (), (2,)))
+    wanted = tokens(model, batch, num_beams=2)
+
+    with Runtime("cpu:2") as runtime:
+        wrapped = wrap_model_to_roundpipe(model, True, runtime=runtime)
+        config = RoundPipeRunConfig(num_microbatch=microbatches)
+        assert torch.equal(tokens(wrapped, batch, num_beams=2, roundpipe_run_config=config), wanted)
 
 
 def test_towers_run_once_for_prompts_that_repeat_and_not_for_each_token():

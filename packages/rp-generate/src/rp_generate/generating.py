@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, cast
@@ -197,6 +198,7 @@ def _with_forward(
     # Any: forwards have parameters of their own, which `generate` reads.
     kind: Any = type(model)
     own: Any = kind.forward
+    own_expand: Any = inspect.getattr_static(kind, "_expand_inputs_for_generation", None)
 
     @wraps(own)
     def run(self: object, *args: Any, **kwargs: Any) -> Any:
@@ -208,7 +210,8 @@ def _with_forward(
 
     def expanded(self: object, expand_size: int = 1, *args: Any, **kwargs: Any) -> Any:
         others, images = (kwargs, {}) if expand_size == 1 else _with_images_repeated(row, expand_size, kwargs)
-        ids, found = kind._expand_inputs_for_generation(self, expand_size, *args, **others)
+        # A static method or one of the object, as the version and the model have it.
+        ids, found = own_expand.__get__(self, kind)(expand_size, *args, **others)
         return ids, found | images
 
     copied = copy.copy(model)
