@@ -266,6 +266,17 @@ class Spying(Reading):
         return super().forward(x) * self.told.weight.norm()
 
 
+class Encoding(nn.Module):
+    """A layer that multiplies all weights by one operation when it is evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x.unsqueeze(1)).squeeze(1)
+
+
 def reading(kind: type[nn.Module]) -> nn.Sequential:
     made = row()
     made[2] = kind().bfloat16()
@@ -273,10 +284,15 @@ def reading(kind: type[nn.Module]) -> nn.Sequential:
 
 
 def test_weights_that_something_else_reads_travel_as_they_are_or_are_refused() -> None:
-    assert_same(
-        lambda training: training.train(3),
-        lambda uploads: Training("cpu:2", uploads, layers=partial(reading, Reading)),
-    )
+    def train_and_evaluate(training: Training) -> None:
+        training.train(2)
+        training.model.eval()
+        with torch.no_grad():
+            training.losses.append(training.model(batch(0)[0]).float().sum().item())
+
+    for kind in (Reading, Encoding):
+        make = partial(Training, "cpu:2", layers=partial(reading, kind))
+        assert_same(train_and_evaluate, make)
     with (
         Training("cpu:2", "fp8", layers=partial(reading, Spying)) as training,
         pytest.raises(
