@@ -220,6 +220,12 @@ def test_weights_that_code_outside_has_written_have_codes_of_their_own(
             other = RoundPipeRunConfig(compute=Fp8(skip=("up",)))
             training.losses.append(model(batch(0)[0], roundpipe_run_config=other).float().sum().item())
             training.losses.append(model(batch(0)[0]).float().sum().item())
+        for factor in (0.75, -1.0):
+            model.synchronize()
+            for parameter in layers.parameters():
+                parameter.data.mul_(factor)
+            training.losses.append(model.loss((batch(1)[0],), label=batch(1)[1], loss_fn=squares).item())
+        training.train(1)
         layers[1].requires_grad_(False)
         training.train(1)
         layers[1].requires_grad_(True)

@@ -292,8 +292,10 @@ class HostParameters:
         """Record which step's weights the call that is launched now reads; call it after `get_ready`."""
         self.read_delay = int(self.state.unpublished)
 
-    def ready_codes(self, blocks: Collection[Block]) -> None:
+    def ready_codes(self, blocks: Collection[Block], *, looks: bool) -> None:
         """Have the codes of these blocks' weights be those of the weights that the next call reads.
+
+        `looks`: also look for weights that were written past their version counters, as by ``weight.data.copy_``.
 
         Raises `HostMemoryShort` if they have none yet, and there is no memory for them.
         """
@@ -301,6 +303,10 @@ class HostParameters:
             self.memory_check.check_codes(self.state)
             self.drain()
             self.state.make_codes()
+        # Averaged weights are put in place so to be evaluated. In training the next step would undo it anyway, and
+        # waiting for the optimizer here would cost time.
+        if looks and not all(map(self._fits, blocks)):
+            self.state.note_rewritten()
         for block in blocks:
             if block.codes is not None and block.codes.stale:
                 # At the first call, and after code outside has written weights: publication keeps them current.
@@ -310,6 +316,13 @@ class HostParameters:
                         read=block.host_tensors(), write=touched, what="codes of weights"
                     )
                     block.codes.renew(block.values)
+
+    def _fits(self, block: Block) -> bool:
+        if block.codes is None or block.codes.stale:
+            return True
+        with own_turn(block.turns, write=False):
+            self.state.backend.host_touch(read=block.read_tensors(), what="a sample of codes")
+            return block.codes.fits(block.values)
 
     def raise_late_errors(self) -> None:
         """Raise the first error of work that has ended since this was last called; the others are notes on it."""

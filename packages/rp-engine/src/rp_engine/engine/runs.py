@@ -148,7 +148,7 @@ class Runs:
         state, with_grad = self.host.state, mode != "infer"
         # In fp32 nothing multiplies in FP8.
         products = None if aside is not None and aside.widening is not None else self._products(config)
-        coded = frozenset[Block]() if products is None or aside is not None else self._coded(products)
+        coded = frozenset[Block]() if products is None or aside is not None else self._coded(products, mode)
         compares = with_grad and state.num_runs % _COMPARED_EACH == _COMPARED_EACH // 2
         if compares:
             # Also whether layers draw from Python's generators is looked at anew.
@@ -213,11 +213,11 @@ class Runs:
             self.planner.footprint.note_codes(self._computing.codes_bytes(found, uploaded))
         return found
 
-    def _coded(self, products: Fp8Products) -> frozenset[Block]:
+    def _coded(self, products: Fp8Products, mode: Mode) -> frozenset[Block]:
         """Return the blocks that travel with codes in a call, whose codes are those of the weights now."""
         state = self.host.state
         found = self._computing.coded(products, state.trainable, state.coded)
-        self.host.ready_codes(found)
+        self.host.ready_codes(found, looks=mode == "infer")
         self.planner.footprint.note_uploads(found)
         return found
 

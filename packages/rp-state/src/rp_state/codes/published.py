@@ -76,6 +76,17 @@ class PublishedCodes:
         """Weights that calls read have changed otherwise."""
         self.stale.update(index for index in indices if index in self._weights)
 
+    def fits(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Return whether a row of the first weight that calls read has the codes that are here, as a sample."""
+        index = self.layout.indices[0]
+        codes, scales = self._weights[index]
+        row = slice(len(codes) // 2, len(codes) // 2 + 1)
+        now = torch.empty_like(codes[row]), torch.empty_like(scales[row])
+        write_row_codes(weights[index][row], *now)
+        return torch.equal(now[0].view(DTYPE), codes[row].view(DTYPE)) and torch.equal(
+            now[1].view(torch.int32), scales[row].view(torch.int32)
+        )
+
     def renew(self, weights: Sequence[torch.Tensor]) -> None:
         """Make the codes of weights that have changed otherwise, for calls to read. `weights`: that they read."""
         for index in sorted(self.stale):
