@@ -206,7 +206,15 @@ SCHEMA: dict[str, Any] = {
     "images": str,
     "host_bytes": dict.fromkeys(
         (
-            *("weights", "second_blocks", "buffers", "gradients", "masters", "optimizer_state"),
+            *(
+                "weights",
+                "second_blocks",
+                "codes_of_weights",
+                "buffers",
+                "gradients",
+                "masters",
+                "optimizer_state",
+            ),
             *("activations_and_pool", "total", "kept_free"),
         ),
         int,
