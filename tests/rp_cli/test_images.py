@@ -362,6 +362,42 @@ def test_a_run_on_images_is_evaluated_and_completes_prompts_with_images(family, 
     assert "prompts.jsonl:3: image 2 of 2 cannot be decoded" in " ".join(capsys.readouterr().err.split())
 
 
+def test_images_are_shown_in_a_conversation_until_it_is_reset(folders, tmp_path, capsys, monkeypatch):
+    vision.picture(1).save(tmp_path / "a.png")
+    talk = f"/image {tmp_path}/a.png\n/image {tmp_path}/none.png\nwhat is it?\nwhat?\n/save {tmp_path}/said\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{talk}/reset\nwhat is it?\n/save {tmp_path}/said\n/exit\n"))
+    model = str(folders["qwen3-vl"])
+
+    assert main(["chat", model, "--images", "--max-tokens", "6", "--greedy", "--devices", "cpu:1"]) == 0
+
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "/image FILE shows an image" in shown
+    assert "not shown: /image" in shown
+    assert "there is no file" in shown
+    first, second = (json.loads(line)["messages"] for line in (tmp_path / "said").read_text().splitlines())
+    asked = {"type": "image", "path": str(tmp_path / "a.png")}, {"type": "text", "text": "what is it?"}
+    assert first[0] == {"role": "user", "content": [*asked]}
+    assert [second[1]["content"]] == completed_plainly(folders["qwen3-vl"], [("what is it?", [])])
+    (answer,) = completed_plainly(folders["qwen3-vl"], [("what is it?", [vision.picture(1)])])
+    assert first[1]["content"] == answer
+    assert len(first) == 4
+    # What was saved is data to train on.
+    run = [
+        "--output",
+        str(tmp_path / "run"),
+        "--devices",
+        "cpu:1",
+        "--steps",
+        "1",
+        "--batch",
+        "1",
+        "--sequence",
+        "99",
+    ]
+    saved = (tmp_path / "said").rename(tmp_path / "said.jsonl")
+    assert main(["train", "--model", model, "--data", str(saved), *run]) == 0
+
+
 @pytest.mark.slow
 def test_images_in_prompts_for_a_model_of_text_are_refused(tmp_path, capsys):
     folder = finetuning.make_model(tmp_path / "model")
@@ -371,7 +407,7 @@ def test_images_in_prompts_for_a_model_of_text_are_refused(tmp_path, capsys):
 
     assert main(["generate", str(folder), "--prompts", str(prompts), "--output", str(tmp_path / "said")]) == 2
 
-    assert "the prompts have images, but" in " ".join(capsys.readouterr().err.split())
+    assert "there are images to read, but" in " ".join(capsys.readouterr().err.split())
 
 
 def test_images_are_prepared_once_and_go_with_the_folder(folders, tmp_path, capsys, monkeypatch):

@@ -52,6 +52,8 @@ class TalkOptions(ModelOptions):
 class ChatOptions(TalkOptions):
     """The options of `roundpipe chat`, each declared by its field."""
 
+    images: bool = option("load what reads images, which /image FILE shows", FLAG, False)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOptions(TalkOptions):

@@ -84,12 +84,14 @@ class Speaker:
         )
         return self._completed({name: given[name] for name in ("input_ids", "attention_mask")}, streamer)
 
-    def complete_seen(self, texts: Sequence[str], images: Sequence[Sequence[Any]]) -> list[str]:
+    def complete_seen(
+        self, texts: Sequence[str], images: Sequence[Sequence[Any]], streamer: Any = None
+    ) -> list[str]:
         """Complete conversations in the model's form, each with its images; return what follows each."""
         assert self.sight is not None
         with refusing_all("the processor refuses these images: ", told):
             given = self.sight.prompts(texts, images)
-        return self._completed(given)
+        return self._completed(given, streamer)
 
     def _completed(self, given: Mapping[str, Any], streamer: Any = None) -> list[str]:
         ids = given["input_ids"]
@@ -110,7 +112,7 @@ def speaking(options: TalkOptions, *, with_images: bool = False) -> Generator[Sp
     tokenizer = checked_tokenizer(source)
     sight = sight_in(source) if with_images else None
     if isinstance(sight, str):
-        raise Refused(f"the prompts have images, but {sight}")
+        raise Refused(f"there are images to read, but {sight}")
     with model_of(source, options, with_images=with_images) as model:
         torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
         config = RoundPipeRunConfig(num_microbatch=getattr(options, "microbatches", 1))
