@@ -279,7 +279,7 @@ def test_what_is_added_is_measured_in_the_bytes_that_arrive(monkeypatch: pytest.
 
 
 LAYOUT = Layout.of([torch.empty(3, 2).bfloat16(), torch.empty(5).bfloat16(), torch.empty(()).bfloat16()])
-WHICH = st.sets(st.integers(0, len(LAYOUT.spans) - 1))
+WHICH = st.sets(st.integers(0, len(LAYOUT.extents) - 1))
 # Sums of small integers are exact in every form that a gradient has.
 VALUES = st.integers(-200, 200)
 
@@ -290,7 +290,7 @@ class Events(RuleBasedStateMachine):
     @initialize(dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]))
     def begin(self, dtype: torch.dtype) -> None:
         self.backend = CpuBackend(2)
-        layout = Layout.of([torch.empty(span.shape, dtype=dtype) for span in LAYOUT.spans])
+        layout = Layout.of([torch.empty(span.shape, dtype=dtype) for span in LAYOUT.extents])
         self.gradient = Gradient(self.backend, layout)
         self.conveyors = [Conveyor(self.backend, d, d.gradients_out, slot_bytes=8) for d in self.backend.devices]
         self.truth: dict[int, int] = {}
@@ -303,7 +303,7 @@ class Events(RuleBasedStateMachine):
         sums = there.empty((layout.numel,), dtype, stream=there.gradients_out)
         sums.zero_()
         for index in written:
-            layout.spans[index].of(sums).fill_(value + index)
+            layout.extents[index].of(sums).fill_(value + index)
         there.gradients_out.touch(write=[sums])
         assert self.gradient.arriving_nbytes in (layout.numel * 2, layout.numel * 4, layout.numel * 8)
         self.gradient.receive(sums, written, conveyor)
@@ -321,16 +321,16 @@ class Events(RuleBasedStateMachine):
         self.gradient.drop()
         self.truth = {}
 
-    @rule(index=st.integers(0, len(LAYOUT.spans) - 1), value=VALUES)
+    @rule(index=st.integers(0, len(LAYOUT.extents) - 1), value=VALUES)
     def one_is_replaced(self, index: int, value: int) -> None:
-        self.gradient.put(index, torch.full(LAYOUT.spans[index].shape, float(value)))
+        self.gradient.put(index, torch.full(LAYOUT.extents[index].shape, float(value)))
         self.truth[index] = value
 
     @rule(which=WHICH, value=VALUES)
     def some_come_from_outside(self, which: set[int], value: int) -> None:
-        parameters = [nn.Parameter(torch.zeros(span.shape)) for span in LAYOUT.spans]
+        parameters = [nn.Parameter(torch.zeros(span.shape)) for span in LAYOUT.extents]
         for index in which:
-            parameters[index].grad = torch.full(LAYOUT.spans[index].shape, float(value))
+            parameters[index].grad = torch.full(LAYOUT.extents[index].shape, float(value))
             self.truth[index] = self.truth.get(index, 0) + value
         self.gradient.collect(sorted(which), parameters)
         assert all(parameter.grad is None for parameter in parameters)
@@ -340,14 +340,14 @@ class Events(RuleBasedStateMachine):
         for index, value in self.truth.items():
             view = self.gradient.view(index)
             assert bool((view == value).all())
-            assert view.shape == LAYOUT.spans[index].shape
+            assert view.shape == LAYOUT.extents[index].shape
         assert len(self.gradient.blocks()) == bool(self.truth)
 
     @invariant()
     def they_are_the_sums(self) -> None:
         self.backend.host_touch(read=self.gradient.blocks())
         assert self.gradient.written == set(self.truth)
-        for index in range(len(LAYOUT.spans)):
+        for index in range(len(LAYOUT.extents)):
             source = self.gradient.source(index)
             if isinstance(source, GradientPair):
                 source = source.sum()
@@ -370,7 +370,7 @@ def send(backend: CpuBackend, gradient: Gradient, values: dict[int, float]) -> C
     there = device.empty((layout.numel,), torch.float32, stream=device.gradients_out)
     there.zero_()
     for index, value in values.items():
-        layout.spans[index].of(there).fill_(value)
+        layout.extents[index].of(there).fill_(value)
     device.gradients_out.touch(write=[there])
     conveyor = Conveyor(backend, device, device.gradients_out)
     gradient.receive(there, set(values), conveyor)

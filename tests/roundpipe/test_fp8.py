@@ -232,7 +232,7 @@ def test_what_cannot_multiply_in_fp8_is_refused_when_it_is_wrapped(monkeypatch: 
                 wrap(row().float(), name="m", runtime=runtime, compute="fp8")
             with pytest.raises(ValueError, match="compute must be 'bf16' or 'fp8', but is 'fp4'"):
                 wrap(row(), name="m", runtime=runtime, compute="fp4")
-        monkeypatch.setattr("rp_engine.planning.computing.fp8_refusal", lambda _: "it is too old")
+        monkeypatch.setattr("rp_engine.planning.fp8_layers.fp8_refusal", lambda _: "it is too old")
         with pytest.raises(ValueError, match="cannot be used for model 'm': it is too old"):
             RoundPipe(row(), name="m", runtime=runtime, compute="fp8")
 

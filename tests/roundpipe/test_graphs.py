@@ -14,7 +14,7 @@ import pytest
 import torch
 from roundpipe import ImpureLayer, RoundPipe, RoundPipeRunConfig, Runtime
 from roundpipe.optim import AdamW
-from rp_engine.execution.stage.span import Span
+from rp_engine.execution.stage.layer_graphs import LayerGraphs
 from rp_sched import Plan
 from torch import nn
 from torch.nn import functional
@@ -95,13 +95,13 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[range]:
     # A call that measures layers replays nothing, and times of a busy machine may drift until the last one.
     monkeypatch.setattr("rp_telemetry.layer_times._DRIFT", math.inf)
     found: list[range] = []
-    plain = Span.replay
+    plain = LayerGraphs.replay
 
-    def replay(self: Span, *args: Any) -> Any:
+    def replay(self: LayerGraphs, *args: Any) -> Any:
         found.append(self.layers)
         return plain(self, *args)
 
-    monkeypatch.setattr(Span, "replay", replay)
+    monkeypatch.setattr(LayerGraphs, "replay", replay)
     return found
 
 
@@ -267,13 +267,13 @@ def test_graphs_that_are_not_used_for_a_while_are_freed(
     monkeypatch: pytest.MonkeyPatch, replays: list[range]
 ) -> None:
     closed: list[range] = []
-    plain = Span.close
+    plain = LayerGraphs.close
 
-    def close(self: Span) -> None:
+    def close(self: LayerGraphs) -> None:
         closed.append(self.layers)
         plain(self)
 
-    monkeypatch.setattr(Span, "close", close)
+    monkeypatch.setattr(LayerGraphs, "close", close)
 
     def rows(step: int) -> int:
         return MICROBATCHES * (1 if step < 6 else 2 if step < 10 else 3)

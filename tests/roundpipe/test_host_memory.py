@@ -30,7 +30,7 @@ from roundpipe import (
     wrap_model_to_roundpipe,
 )
 from rp_engine.device.memory.call_size import CallSize
-from rp_engine.engine.memory.boundaries import Boundaries, Expected
+from rp_engine.engine.memory.activation_memory import ActivationMemory, ExpectedActivations
 from rp_engine.engine.memory.memory_check import HostMemoryCheck
 from rp_engine.estimates import HostBytes
 from rp_engine.runtime import host_limit
@@ -509,7 +509,7 @@ STAGES = roundpipe.ModelExecutePlan([range(0, 1)], [range(1, 2), range(0, 1)])
 
 
 def test_activations_between_stages_are_guessed_by_rows_and_then_known(one: Runtime) -> None:
-    boundaries = Boundaries(wrapped(one).engine.host.state.layers)
+    boundaries = ActivationMemory(wrapped(one).engine.host.state.layers)
     size = CallSize(microbatches=3, rows=8)
     tasks = [Task.parse(text) for text in ("F[0:1] m0:3 @0", "FB[1:2] m0:3 @0", "B[0:1] m0:3 @0")]
     row = WIDTH * 2
@@ -527,10 +527,10 @@ def test_activations_between_stages_are_guessed_by_rows_and_then_known(one: Runt
 
 
 def test_small_calls_and_refused_ones_do_not_spoil_what_is_known_of_activations(one: Runtime) -> None:
-    boundaries = Boundaries(wrapped(one).engine.host.state.layers)
+    boundaries = ActivationMemory(wrapped(one).engine.host.state.layers)
     tasks = [Task.parse(text) for text in ("F[0:1] m0:1 @0", "FB[1:2] m0:1 @0", "B[0:1] m0:1 @0")]
 
-    def expected(rows: int) -> Expected:
+    def expected(rows: int) -> ExpectedActivations:
         return boundaries.expect(tasks, CallSize(microbatches=1, rows=rows), keeps_outputs=False)
 
     boundaries.note(0)

@@ -13,7 +13,7 @@ import torch
 from plain import batch, mlp, square_error
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from rp_engine.device.memory.call_size import CallSize
-from rp_engine.planning import settled_plans
+from rp_engine.planning import plan_cache
 from rp_sched import Plan
 from rp_telemetry.call_span import CallSpan
 from rp_telemetry.launch_times import Clock, Launches, clock_of_this_thread
@@ -185,7 +185,7 @@ def test_other_models_begin_with_plans_of_their_own() -> None:
             planned = Planned(runtime, layers)
             for _ in range(10):
                 planned.call(took)
-    folder = settled_plans.cache_folder()
+    folder = plan_cache.cache_folder()
     assert folder is not None
     assert len(list(folder.iterdir())) == 2
 
@@ -197,7 +197,7 @@ def test_cpu_devices_keep_no_plans(two: Runtime, cache: None) -> None:
     for _ in range(8):
         model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
     model.synchronize()
-    folder = settled_plans.cache_folder()
+    folder = plan_cache.cache_folder()
     assert folder is not None
     assert not folder.exists()
 

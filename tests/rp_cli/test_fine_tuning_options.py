@@ -100,7 +100,7 @@ def test_linear_layers_multiply_in_fp8(
     run = ["train", *inputs, *SETTINGS, "--dtype", "bfloat16", "--steps", "2", "--lora", "4", "--quiet"]
     kinds = ("bf16", "fp8", "fp8-cast")
     for kind in kinds:
-        with caplog.at_level("INFO", "rp_engine.planning.computing"):
+        with caplog.at_level("INFO", "rp_engine.planning.fp8_layers"):
             assert main([*run, "--output", str(tmp_path / kind), "--compute", kind]) == 0
     told = [record.getMessage() for record in caplog.records if "multiply in FP8" in record.getMessage()]
     first, second, third = ([line["loss"] for line in finetuning.lines(tmp_path / kind)] for kind in kinds)

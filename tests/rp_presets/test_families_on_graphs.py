@@ -12,7 +12,7 @@ import torch
 from comparison import Outcome
 from models_table import IS_NO_ROW
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
-from rp_engine.execution.stage.span import Span
+from rp_engine.execution.stage.layer_graphs import LayerGraphs
 from rp_sched import Plan
 from test_families_on_devices import FAMILIES, batch_for, gradients
 from torch import nn
@@ -50,13 +50,13 @@ def told_reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How many replays there were."""
-    count, plain = [0], Span.replay
+    count, plain = [0], LayerGraphs.replay
 
-    def replay(self: Span, *args: object) -> object:
+    def replay(self: LayerGraphs, *args: object) -> object:
         count[0] += 1
         return plain(self, *args)
 
-    monkeypatch.setattr(Span, "replay", replay)
+    monkeypatch.setattr(LayerGraphs, "replay", replay)
     return lambda: count[0]
 
 

@@ -57,7 +57,7 @@ def test_what_is_filled_in_comes_back(given_tensors: list[torch.Tensor]) -> None
 def test_places_are_aligned_inside_the_block_and_do_not_overlap(given_tensors: list[torch.Tensor]) -> None:
     layout = Layout.of(given_tensors)
     owner = torch.zeros(layout.numel, dtype=torch.int64)
-    for number, (span, view) in enumerate(zip(layout.spans, layout.views(owner), strict=True), start=1):
+    for number, (span, view) in enumerate(zip(layout.extents, layout.views(owner), strict=True), start=1):
         nbytes = span.numel * layout.dtype.itemsize
         assert span.offset * layout.dtype.itemsize % (ALIGNMENT if nbytes >= 4096 else 16) == 0
         assert (view == 0).all()
@@ -73,7 +73,7 @@ def test_places_are_aligned_inside_the_block_and_do_not_overlap(given_tensors: l
 def test_all_views_at_once_are_those_of_the_spans(given_tensors: list[torch.Tensor], begin: int) -> None:
     layout = Layout.of(given_tensors)
     block = torch.zeros(begin + layout.numel, dtype=layout.dtype)[begin:]
-    for span, view in zip(layout.spans, layout.views(block), strict=True):
+    for span, view in zip(layout.extents, layout.views(block), strict=True):
         single = span.of(block)
         assert (view.shape, view.stride()) == (single.shape, single.stride())
         assert view.data_ptr() == single.data_ptr() or not view.numel()
@@ -84,7 +84,7 @@ def test_all_views_at_once_are_those_of_the_spans(given_tensors: list[torch.Tens
 @given(given_tensors=tensors())
 def test_dense_strides_stay_and_others_become_contiguous(given_tensors: list[torch.Tensor]) -> None:
     layout = Layout.of(given_tensors)
-    for span, tensor in zip(layout.spans, given_tensors, strict=True):
+    for span, tensor in zip(layout.extents, given_tensors, strict=True):
         wanted = torch.empty_like(tensor, memory_format=torch.preserve_format)
         dense = tensor.numel() and torch.ops.aten.is_non_overlapping_and_dense(tensor)
         if dense:

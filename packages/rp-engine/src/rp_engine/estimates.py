@@ -6,7 +6,7 @@ from rp_telemetry.measurements import Rates
 from rp_telemetry.tables import readable_bytes
 
 from rp_engine.device.memory.call_size import rows_of
-from rp_engine.engine.memory.boundaries import held_at_once
+from rp_engine.engine.memory.activation_memory import held_at_once
 from rp_engine.engine.memory.forecast import MemoryForecast
 from rp_engine.engine.memory.host_bytes import HostBytes, needed_by
 from rp_engine.engine.memory.memory_check import SECOND_BLOCKS_SHARE, HostMemoryCheck

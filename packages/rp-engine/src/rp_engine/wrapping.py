@@ -15,7 +15,7 @@ from rp_engine.engine.beside.aside import aside
 from rp_engine.execution.call import View
 from rp_engine.execution.effects.written import unwritten
 from rp_engine.execution.losses import check_losses
-from rp_engine.planning.computing import check_compute, coded_by
+from rp_engine.planning.fp8_layers import check_compute, coded_by
 from rp_engine.settings.run_config import Compute
 from rp_engine.widening import Widening, is_narrow, widened
 

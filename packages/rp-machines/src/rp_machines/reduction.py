@@ -85,7 +85,7 @@ class ReducedBlock:
                     self._sums.update((index, self._view(segment, index, total)) for index in own)
 
     def _view(self, segment: Segment, index: int, total: torch.Tensor) -> torch.Tensor:
-        span = self.block.layout.spans[index]
+        span = self.block.layout.extents[index]
         offset = total.storage_offset() + span.offset - segment.start
         return total.as_strided(span.shape, span.stride, offset)
 

@@ -119,7 +119,7 @@ class Block:
         self, indices: Iterable[int], target: torch.Tensor
     ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         for index in indices:
-            span = self.layout.spans[index]
+            span = self.layout.extents[index]
             yield target[span.offset : span.offset + span.numel], self.values[index].view(-1)
 
     def _pieces_beside(

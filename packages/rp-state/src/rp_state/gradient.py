@@ -151,11 +151,11 @@ class Gradient:
 
     def _clear_dropped(self) -> None:
         for summand in self._summands:
-            dropped = set(range(len(self.layout.spans))) - summand.written
+            dropped = set(range(len(self.layout.extents))) - summand.written
             self._backend.host_touch(write=(summand.block,) if dropped else (), what="dropped gradients")
             for index in dropped:
                 # Dropping a gradient leaves its old values in the block.
-                self.layout.spans[index].of(summand.block).zero_()
+                self.layout.extents[index].of(summand.block).zero_()
 
     # Several machines
 
@@ -203,7 +203,7 @@ class Gradient:
         Two blocks are summed into one first.
         """
         held = self.blocks()
-        return self.layout.spans[index].of(held[0] if len(held) == 1 else self.widen())
+        return self.layout.extents[index].of(held[0] if len(held) == 1 else self.widen())
 
     def widen(self) -> torch.Tensor:
         """Sum all gradients into one block of the accumulation dtype, unless they are in one, and return it."""
@@ -224,7 +224,7 @@ class Gradient:
 
     def put(self, index: int, value: torch.Tensor) -> None:
         """Replace one parameter's gradient."""
-        self.layout.spans[index].of(self.widen()).copy_(value)
+        self.layout.extents[index].of(self.widen()).copy_(value)
         self._summands[0].written.add(index)
 
     def collect(self, indices: Iterable[int], parameters: Sequence[torch.Tensor]) -> None:
@@ -241,7 +241,7 @@ class Gradient:
             return
         block = self.widen()
         self._backend.host_touch(read=(block,), write=(block,), what="gradients from outside")
-        self.layout.spans[index].of(block).add_(value)
+        self.layout.extents[index].of(block).add_(value)
 
     def drop(self, indices: Iterable[int] | None = None) -> None:
         """Drop the gradients of some parameters; of all by default."""

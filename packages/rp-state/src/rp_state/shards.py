@@ -201,8 +201,8 @@ class Shards:
 
 
 def _segment(owner: int, indices: range, layout: Layout) -> Segment:
-    last = layout.spans[indices[-1]]
-    return Segment(owner, indices, layout.spans[indices.start].offset, last.offset + last.numel)
+    last = layout.extents[indices[-1]]
+    return Segment(owner, indices, layout.extents[indices.start].offset, last.offset + last.numel)
 
 
 def _numel(tensors: Iterable[torch.Tensor]) -> int:

@@ -32,7 +32,7 @@ from rp_transfer.errors import (
     Unordered,
     is_out_of_memory,
 )
-from rp_transfer.memory.blocks import Group, Kind, Layout, Span, group, inner_tensors, tensors_of
+from rp_transfer.memory.blocks import Group, Kind, Layout, TensorExtent, group, inner_tensors, tensors_of
 from rp_transfer.memory.files import FileRange, GivingBack, MappedFiles, is_written
 from rp_transfer.memory.limits import HostLimit, host_limits, resident_bytes, tightest
 from rp_transfer.memory.pages import give_back_freed
@@ -75,8 +75,8 @@ __all__ = [
     "Reading",
     "Retainer",
     "Source",
-    "Span",
     "Stream",
+    "TensorExtent",
     "Ticket",
     "TransferError",
     "Turns",

@@ -18,7 +18,7 @@ from rp_engine.device.memory.fp8_twins import Fp8Products
 from rp_engine.device.packet import Packet
 from rp_engine.device.replica import Twins
 from rp_engine.engine.host_parameters import HostParameters
-from rp_engine.engine.memory.boundaries import Boundaries
+from rp_engine.engine.memory.activation_memory import ActivationMemory
 from rp_engine.engine.step_during import StepDuring
 from rp_engine.engine.under_way import Launched
 from rp_engine.errors import DeviceMemoryWarning
@@ -27,7 +27,7 @@ from rp_engine.execution.batch import Batch
 from rp_engine.execution.call import Aside, Call, LossFn, Streams
 from rp_engine.execution.run import Run
 from rp_engine.peers.call import Numbers
-from rp_engine.planning.computing import Computing
+from rp_engine.planning.fp8_layers import Fp8Layers
 from rp_engine.planning.planner import Planner
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.settings.run_config import RoundPipeRunConfig
@@ -55,10 +55,10 @@ class Runs:
         self.host = HostParameters(name, modules, runtime, options, self)
         state, memory_check = self.host.state, self.host.memory_check
         self.planner = Planner(name, state, runtime, partial(memory_check.has_room_for_pairs, state))
-        self._boundaries = Boundaries(self.host.state.layers)
+        self._activations = ActivationMemory(self.host.state.layers)
         self._compiler = None if compile_options is None else Compiler(compile_options, len(runtime.lanes))
         self._twins = self._new_twins()
-        self._computing = self._new_computing()
+        self._fp8_layers = self._new_fp8_layers()
 
     def start(
         self,
@@ -127,12 +127,12 @@ class Runs:
     def _check_host_memory(self, mode: Mode, tasks: Sequence[Task], batch: Batch, *, keeps_outputs: bool) -> None:
         # The pool of several models tells of none of them.
         if self._runtime.backend.abilities.pools_host_memory and len(self._runtime.states) == 1:
-            self._boundaries.note(self.host.memory_check.pool_bytes())
-        expected = self._boundaries.expect(tasks, batch.size, keeps_outputs=keeps_outputs)
+            self._activations.note(self.host.memory_check.pool_bytes())
+        expected = self._activations.expect(tasks, batch.size, keeps_outputs=keeps_outputs)
         # The backward of a forward may never be called: its gradients are checked when it is.
         adding = tasks if mode == "fused" else ()
         self.host.check_call(adding, expected.nbytes, is_measured=expected.is_measured)
-        self._boundaries.note_launched(expected)
+        self._activations.note_launched(expected)
 
     def _call(
         self,
@@ -207,16 +207,16 @@ class Runs:
             draw_seed()
 
     def _products(self, config: RoundPipeRunConfig) -> Fp8Products | None:
-        found = self._computing.products(config.compute)
+        found = self._fp8_layers.products(config.compute)
         if found is not None:
             uploaded = self.host.state.coded if found.recipe.uploads_codes else frozenset[int]()
-            self.planner.footprint.note_codes(self._computing.codes_bytes(found, uploaded))
+            self.planner.footprint.note_codes(self._fp8_layers.codes_bytes(found, uploaded))
         return found
 
     def _coded(self, products: Fp8Products, mode: Mode) -> frozenset[Block]:
         """Return the blocks that travel with codes in a call, whose codes are those of the weights now."""
         state = self.host.state
-        found = self._computing.coded(products, state.trainable, state.coded)
+        found = self._fp8_layers.coded(products, state.trainable, state.coded)
         self.host.ready_codes(found, looks=mode == "infer")
         self.planner.footprint.note_uploads(found)
         return found
@@ -238,17 +238,17 @@ class Runs:
     def note_altered(self) -> None:
         """Replace the device copies of the layers."""
         self._twins = self._new_twins()
-        self._computing = self._new_computing()
+        self._fp8_layers = self._new_fp8_layers()
 
     def note_rebuilt(self) -> None:
         """Replace the device copies of the layers, and discard plans made for the old layers."""
         self._twins = self._new_twins()
-        self._computing = self._new_computing()
+        self._fp8_layers = self._new_fp8_layers()
         self.planner.forget()
-        self._boundaries = Boundaries(self.host.state.layers)
+        self._activations = ActivationMemory(self.host.state.layers)
 
-    def _new_computing(self) -> Computing:
-        return Computing(self._name, [layer.module for layer in self.host.state.layers], self._runtime)
+    def _new_fp8_layers(self) -> Fp8Layers:
+        return Fp8Layers(self._name, [layer.module for layer in self.host.state.layers], self._runtime)
 
     def _new_twins(self) -> list[Twins]:
         layers, compiler = self.host.state.layers, self._compiler

@@ -10,7 +10,7 @@ from typing import Literal
 from rp_sched import LayerCost, Limits, Mode, Plan, PricedPlan, Replanner, Resource, Search
 from rp_telemetry.layer_times import ModelTimer
 
-from rp_engine.planning.settled_plans import Settled, SettledPlan
+from rp_engine.planning.plan_cache import CachedPlan, PlanCache
 
 _LOG = logging.getLogger(__name__)
 # Samples before plans are searched with measured times, besides the dropped warm-up: one may be an outlier.
@@ -24,7 +24,7 @@ class PlanInUse:
 
     `guesses` and `limits` apply until times are measured. From then on `priced(limits)` returns the limits as
     measured by then, once a call. `search_ms`: how long a search may take, once after every change of layer times.
-    `settled`: where the plan is kept for the next process, and what the last one kept.
+    `cache`: where the plan is kept for the next process, and what the last one kept.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class PlanInUse:
         mode: Mode,
         priced: Callable[[Limits], Limits] | None = None,
         search_ms: float = 0.0,
-        settled: SettledPlan | None = None,
+        cache: PlanCache | None = None,
     ) -> None:
         self._timer = timer
         self._priced: Callable[[Limits], Limits] = (lambda limits: limits) if priced is None else priced
@@ -46,9 +46,9 @@ class PlanInUse:
         self._devices = devices
         self._microbatches = microbatches
         self._mode: Mode = mode
-        self._settled = settled
-        self._stored = None if settled is None else settled.load(len(guesses), mode, microbatches)
-        self._kept: Settled | None = None
+        self._cache = cache
+        self._stored = None if cache is None else cache.load(len(guesses), mode, microbatches)
+        self._kept: CachedPlan | None = None
         # Whether any call has run under a plan.
         self._has_run = False
         # The plan that was last told to leave devices idle.
@@ -115,7 +115,7 @@ class PlanInUse:
         self._keep(priced)
         return priced
 
-    def _try_stored(self, stored: Settled) -> bool:
+    def _try_stored(self, stored: CachedPlan) -> bool:
         """Use the plan of the last process from the next call on, if it fits by now; return whether it does."""
         layers, limits = self._problem
         fitting = (
@@ -142,12 +142,12 @@ class PlanInUse:
             fits_none = "no plan that uses all of them fits"
             why = fits_none if because == "nothing fits" else f"plans that use all of them are bound by {because}"
             _LOG.info("%s: %r leaves %s, since %s", self._timer.what, priced.plan, idle, why)
-        if self._settled is None or not self._replanner.is_settled:
+        if self._cache is None or not self._replanner.is_settled:
             return
-        settled = Settled(priced.plan, frozenset(self._replanner.slower))
+        settled = CachedPlan(priced.plan, frozenset(self._replanner.slower))
         if settled != self._kept:
             self._kept = settled
-            self._settled.save(settled)
+            self._cache.save(settled)
 
     def promised_ms(self, plan: Plan) -> float | None:
         """Return the predicted time of a call; None while costs are guessed, or if this plan is not in use."""

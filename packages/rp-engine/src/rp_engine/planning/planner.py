@@ -24,8 +24,8 @@ from rp_engine.planning.adaptive import PlanInUse
 from rp_engine.planning.call_log import CallLog
 from rp_engine.planning.footprint import Footprint, resident_bytes
 from rp_engine.planning.microbatches import counts_of, fastest
+from rp_engine.planning.plan_cache import PlanCache
 from rp_engine.planning.pricing import FORWARD_PART, LAUNCH_MS, Pricing
-from rp_engine.planning.settled_plans import SettledPlan
 from rp_engine.planning.with_state import homes, tasks_at_home
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.settings.execute_plan import ModelExecutePlan
@@ -345,7 +345,7 @@ class Planner:
             priced=partial(self.pricing.priced, timer),
             # On CPU devices a search takes cores from calls, and their times say little of the next process.
             search_ms=0.0 if self._on_host else _SEARCH_MS,
-            settled=None if self._on_host else SettledPlan.of(self._name, self._state, self._runtime, facts),
+            cache=None if self._on_host else PlanCache.of(self._name, self._state, self._runtime, facts),
         )
 
     def _caution(self, mode: Mode, rows: int) -> float:

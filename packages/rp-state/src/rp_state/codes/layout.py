@@ -50,7 +50,7 @@ class CodedLayout:
     @cached_property
     def _offsets(self) -> tuple[dict[int, int], dict[int, int], int]:
         """Where each weight's codes and scales are, and where both end."""
-        shapes = {index: self.layout.spans[index].shape for index in self.indices}
+        shapes = {index: self.layout.extents[index].shape for index in self.indices}
         codes, end = _placed({index: shape.numel() for index, shape in shapes.items()}, 0)
         scales, end = _placed({index: shape[0] * _SCALES.itemsize for index, shape in shapes.items()}, end)
         return codes, scales, end
@@ -73,7 +73,7 @@ class CodedLayout:
     def _runs(self) -> Iterator[tuple[int, int]]:
         start = stop = None
         coded = set(self.indices)
-        for index, span in enumerate(self.layout.spans):
+        for index, span in enumerate(self.layout.extents):
             if index in coded:
                 if start is not None and stop is not None:
                     yield start, stop
@@ -99,7 +99,7 @@ class CodedLayout:
         as_codes, as_scales = memory[:end].view(_CODES), memory[:end].view(_SCALES)
         found: dict[int, CodedWeight] = {}
         for index in self.indices:
-            rows, columns = self.layout.spans[index].shape
+            rows, columns = self.layout.extents[index].shape
             at, scales_at = as_codes.storage_offset() + codes[index], as_scales.storage_offset()
             found[index] = CodedWeight(
                 as_codes.as_strided((rows, columns), (columns, 1), at),
@@ -110,7 +110,7 @@ class CodedLayout:
     def others(self, memory: torch.Tensor) -> dict[int, torch.Tensor]:
         """View the tensors without codes in `memory`: (`nbytes`,)."""
         if not self.rest:
-            return {i: self._empty(i, memory) for i in range(len(self.layout.spans)) if i not in self.indices}
+            return {i: self._empty(i, memory) for i in range(len(self.layout.extents)) if i not in self.indices}
         size, coded = self.layout.dtype.itemsize, set(self.indices)
         whole = memory.view(self.layout.dtype)
         return {
@@ -119,12 +119,12 @@ class CodedLayout:
             else whole.as_strided(
                 span.shape, span.stride, whole.storage_offset() + self._place(span.offset) // size
             )
-            for index, span in enumerate(self.layout.spans)
+            for index, span in enumerate(self.layout.extents)
             if index not in coded
         }
 
     def _empty(self, index: int, memory: torch.Tensor) -> torch.Tensor:
-        return torch.empty(self.layout.spans[index].shape, dtype=self.layout.dtype, device=memory.device)
+        return torch.empty(self.layout.extents[index].shape, dtype=self.layout.dtype, device=memory.device)
 
     def _place(self, offset: int) -> int:
         """Return the byte at which an element of the block is on a device."""

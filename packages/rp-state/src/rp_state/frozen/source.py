@@ -71,7 +71,7 @@ def parts_of(layout: Layout, tensors: tuple[torch.Tensor, ...], places: Places) 
     """Return the parts of a block whose tensors all lie in files: as few as their order there allows."""
     size = layout.dtype.itemsize
     joined: list[tuple[int, Stretch]] = []
-    for span, tensor in zip(layout.spans, tensors, strict=True):
+    for span, tensor in zip(layout.extents, tensors, strict=True):
         stretches, at = places.of(tensor), span.offset * size
         assert stretches is not None
         for stretch in stretches:

@@ -27,10 +27,10 @@ Kind = Literal["trainable", "frozen", "buffer"]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TensorExtent:
     """The place of one tensor in a block; `offset` counts elements of the layout's dtype.
 
-    >>> Span(4, torch.Size([2, 3]), (3, 1)).of(torch.arange(10))
+    >>> TensorExtent(4, torch.Size([2, 3]), (3, 1)).of(torch.arange(10))
     tensor([[4, 5, 6],
             [7, 8, 9]])
     """
@@ -68,12 +68,12 @@ class Layout:
     """The places of tensors of one dtype in a block of `numel` elements.
 
     >>> layout = Layout.of([torch.zeros(3), torch.zeros(2, 2)])
-    >>> [span.offset for span in layout.spans], layout.numel
+    >>> [extent.offset for extent in layout.extents], layout.numel
     ([0, 4], 8)
     """
 
     dtype: torch.dtype
-    spans: tuple[Span, ...]
+    extents: tuple[TensorExtent, ...]
     numel: int
 
     @classmethod
@@ -89,15 +89,15 @@ class Layout:
                 "make a layout for each dtype"
             )
         dtype = dtypes.pop()
-        spans: list[Span] = []
+        extents: list[TensorExtent] = []
         end = 0
         for tensor in tensors:
             step = max(_alignment(tensor.numel() * dtype.itemsize) // dtype.itemsize, 1)
             offset = -(-end // step) * step
             stride = tensor.stride() if _is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
-            spans.append(Span(offset, tensor.shape, stride))
+            extents.append(TensorExtent(offset, tensor.shape, stride))
             end = offset + tensor.numel()
-        return cls(dtype, tuple(spans), end)
+        return cls(dtype, tuple(extents), end)
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +107,7 @@ class Layout:
     def views(self, block: torch.Tensor) -> list[torch.Tensor]:
         """Return all tensors as views of `block`, (numel,) of any dtype."""
         if self._pieces is None:
-            return [span.of(block) for span in self.spans]
+            return [extent.of(block) for extent in self.extents]
         # One operation of torch, not one for each: operations release the GIL.
         pieces, chosen = self._pieces
         found = cast("Sequence[torch.Tensor]", _unflatten_dense_tensors(block, pieces))
@@ -122,15 +122,15 @@ class Layout:
         pieces: list[torch.Tensor] = []
         chosen: list[int] = []
         end = 0
-        for span in self.spans:
-            piece = torch.empty(span.shape, device="meta")
-            if piece.stride() != span.stride or not span.numel:
+        for extent in self.extents:
+            piece = torch.empty(extent.shape, device="meta")
+            if piece.stride() != extent.stride or not extent.numel:
                 return None
-            if span.offset > end:
-                pieces.append(torch.empty(span.offset - end, device="meta"))
+            if extent.offset > end:
+                pieces.append(torch.empty(extent.offset - end, device="meta"))
             chosen.append(len(pieces))
             pieces.append(piece)
-            end = span.offset + span.numel
+            end = extent.offset + extent.numel
         return pieces, chosen
 
     def storages(self, block: torch.Tensor) -> list[torch.Tensor]:
@@ -138,7 +138,7 @@ class Layout:
 
         So each has its own version counter, and saving one does not save the whole block.
         """
-        return [_own_storage(block, span) for span in self.spans]
+        return [_own_storage(block, extent) for extent in self.extents]
 
     def fill(self, block: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
         """Copy the tensors into their places in `block`, cast to its dtype."""
@@ -166,7 +166,7 @@ class Group:
     `users`: the indices of those modules.
 
     >>> buffers = Group("buffer", (0,), (torch.zeros(3), torch.zeros(2, 2)))
-    >>> [span.numel for span in buffers.layout.spans]
+    >>> [extent.numel for extent in buffers.layout.extents]
     [3, 4]
     """
 
@@ -240,11 +240,11 @@ def inner_tensors(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(inner for name in names for inner in inner_tensors(getattr(tensor, name)))
 
 
-def _own_storage(block: torch.Tensor, span: Span) -> torch.Tensor:
-    if span.numel == 0:
-        return torch.empty(span.shape, dtype=block.dtype, device="cpu")
-    nbytes = span.numel * block.element_size()
-    buffer = (ctypes.c_ubyte * nbytes).from_address(block.data_ptr() + span.offset * block.element_size())
+def _own_storage(block: torch.Tensor, extent: TensorExtent) -> torch.Tensor:
+    if extent.numel == 0:
+        return torch.empty(extent.shape, dtype=block.dtype, device="cpu")
+    nbytes = extent.numel * block.element_size()
+    buffer = (ctypes.c_ubyte * nbytes).from_address(block.data_ptr() + extent.offset * block.element_size())
     # The new storage keeps the buffer alive, and the buffer keeps the block alive.
     buffer.block = block  # pyright: ignore[reportAttributeAccessIssue]
-    return torch.frombuffer(buffer, dtype=block.dtype).as_strided(span.shape, span.stride)
+    return torch.frombuffer(buffer, dtype=block.dtype).as_strided(extent.shape, extent.stride)

@@ -34,7 +34,7 @@ class FixedBlock:
 class Entry:
     """What became of some layers with inputs of one signature, in calls of one mode.
 
-    `modules`: the layers' copies. `span`: their graphs, if they were captured; `is_tried`: and may be used,
+    `modules`: the layers' copies. `graphs`: their graphs, if they were captured; `is_tried`: and may be used,
     as call `tried_at` has shown.
     `reason`: why they run without, in words; `is_short`: memory is. `num_seen`: in how many calls they came since
     they last lost their graphs; `num_awaited`: so many are awaited before they are captured. `last_call`: the last
@@ -43,7 +43,7 @@ class Entry:
 
     modules: tuple[torch.nn.Module, ...]
     mode: Mode
-    span: Any = None
+    graphs: Any = None
     is_tried: bool = False
     tried_at: int = 0
     reason: str | None = None
@@ -54,9 +54,9 @@ class Entry:
 
     def lose(self) -> None:
         """Free the graphs; they are captured again when their shape has come twice as often as before."""
-        if self.span is not None:
-            self.span.close()
-            self.span, self.is_tried = None, False
+        if self.graphs is not None:
+            self.graphs.close()
+            self.graphs, self.is_tried = None, False
             self.num_seen, self.num_awaited = 0, 2 * self.num_awaited
 
 
@@ -64,7 +64,7 @@ class Entry:
 class GraphStore:
     """All entries, by signature.
 
-    `fixed`: by block. `pools`: one for each place of a span in its task: tasks of a device never run at once.
+    `fixed`: by block. `pools`: one for each place of layers in a task: tasks of a device never run at once.
     `refused`: layers whose forward cannot be captured. `graphable`: by layer, whether graphs might launch it, as
     it was seen last. `is_off`: memory ran out, so there are none any more. `calls`: by mode, how many calls there
     were, and the number that the latest has among calls of all modes.

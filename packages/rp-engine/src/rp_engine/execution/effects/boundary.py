@@ -48,7 +48,7 @@ class Given:
         ]
 
 
-class Boundary:
+class BoundaryChecks:
     """Watches what the layers of one task take and return."""
 
     def __init__(self, call: Call, kinship: Kinship) -> None:

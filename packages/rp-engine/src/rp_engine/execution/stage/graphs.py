@@ -26,8 +26,8 @@ from rp_engine.errors import ImpureLayer
 from rp_engine.execution.lazy import is_lazy
 from rp_engine.execution.stage.activity import TaskActivity
 from rp_engine.execution.stage.graphable import Graphable, task_reason
+from rp_engine.execution.stage.layer_graphs import CaptureWork, LayerGraphs, tensors_of
 from rp_engine.execution.stage.layer_runs import LayerRuns
-from rp_engine.execution.stage.span import Span, SpanWork, tensors_of
 from rp_engine.execution.stage.workplace import Workplace
 
 _LOG = logging.getLogger(__name__)
@@ -110,9 +110,9 @@ class TaskGraphs:
             return None
         leaves, treedef = rp_batch.flatten(tree)
         entry = self._store.entries.get(self._key(span, leaves, treedef))
-        if entry is None or entry.span is None or not entry.is_tried:
+        if entry is None or entry.graphs is None or not entry.is_tried:
             return None
-        return len(span), self._replay(entry.span, microbatch, leaves)
+        return len(span), self._replay(entry.graphs, microbatch, leaves)
 
     def take_added(self) -> set[Block]:
         """The blocks to whose gradients graphs have added since this was asked last."""
@@ -126,19 +126,19 @@ class TaskGraphs:
             self._store.drop()
             _LOG.info("model %r: layers run without graphs from now on: device memory ran out", self._call.name)
 
-    def _replay(self, span: Span, microbatch: int, leaves: Sequence[Any]) -> Any:
-        drawers = [Drawer("layer", layer) for layer in span.drawing]
+    def _replay(self, graphs: LayerGraphs, microbatch: int, leaves: Sequence[Any]) -> Any:
+        drawers = [Drawer("layer", layer) for layer in graphs.drawing]
         randomness = self._call.randomness
         seeds = [] if randomness is None else [randomness.seed_of(drawer, microbatch) for drawer in drawers]
         if randomness is not None:
             # Another task may recompute them by Python.
             randomness.drew_on_device.update((drawer, microbatch) for drawer in drawers)
-        if span.trains:
-            self._added.update(self._blocks(span.layers))
-        first = span.layers.start
+        if graphs.trains:
+            self._added.update(self._blocks(graphs.layers))
+        first = graphs.layers.start
         self._activity.current = (_REPLAY, first, microbatch)
         with self._place.span("replay from {} on", self._call.state.layers[first]):
-            return span.replay(leaves, seeds)
+            return graphs.replay(leaves, seeds)
 
     # Which layers
 
@@ -215,14 +215,14 @@ class TaskGraphs:
         recomputes: bool,
     ) -> None:
         try:
-            if entry.span is None and not self._call.compares:
+            if entry.graphs is None and not self._call.compares:
                 self._store.drop_unused(self._call.mode, self._call_number)
-                entry.span = self._captured(layers, place, leaves, treedef)
+                entry.graphs = self._captured(layers, place, leaves, treedef)
                 entry.is_tried = False
-            elif entry.span is not None and (
+            elif entry.graphs is not None and (
                 not entry.is_tried or self._call_number >= entry.tried_at + TRIED_EACH
             ):
-                self._try(entry.span, microbatch, leaves, treedef, recomputes=recomputes)
+                self._try(entry.graphs, microbatch, leaves, treedef, recomputes=recomputes)
                 entry.is_tried, entry.tried_at = True, self._call_number
         except NotCapturable as error:
             if entry.is_tried:
@@ -236,9 +236,9 @@ class TaskGraphs:
             self._device.release_unused()
 
     def _refuse(self, entry: Entry, layers: range, reason: str) -> None:
-        if entry.span is not None:
-            entry.span.close()
-        entry.span, entry.reason = None, reason
+        if entry.graphs is not None:
+            entry.graphs.close()
+        entry.graphs, entry.reason = None, reason
         self._tell(layers, reason)
 
     def _tell(self, layers: range, reason: str) -> None:
@@ -248,7 +248,7 @@ class TaskGraphs:
             told.add(reason)
             _LOG.info("model %r: %s run without graphs: %s", self._call.name, _words(layers), reason)
 
-    def _captured(self, layers: range, place: int, leaves: Sequence[Any], treedef: Any) -> Span:
+    def _captured(self, layers: range, place: int, leaves: Sequence[Any], treedef: Any) -> LayerGraphs:
         for leaf in leaves:
             if is_lazy(leaf) or not (isinstance(leaf, torch.Tensor) or _is_value(leaf)):
                 kind = type(leaf).__qualname__
@@ -257,18 +257,18 @@ class TaskGraphs:
                 )
         self._fix(layers)
         before = self._attributes(layers)
-        work = SpanWork(layers, self._plain, self._drawing(layers), self._trains, self._backward)
+        work = CaptureWork(layers, self._plain, self._drawing(layers), self._trains, self._backward)
         try:
             # A cast that an earlier microbatch made is no memory of the graph's.
             with self._call.uncached_autocast():
-                span = Span(self._device, self._pool(place), work, leaves, treedef)
+                graphs = LayerGraphs(self._device, self._pool(place), work, leaves, treedef)
         finally:
             # What was added and counted while it was captured is no gradient.
             self._weights.sums.begin_again()
         if self._attributes(layers) != before:
-            span.close()
+            graphs.close()
             raise NotCapturable("they change plain attributes, which a replay does not")
-        return span
+        return graphs
 
     def _plain(self, layer: int, tree: Any) -> Any:
         call: tuple[tuple[Any, ...], dict[str, Any]] = tree if layer == 0 else ((tree,), {})
@@ -345,8 +345,10 @@ class TaskGraphs:
 
     # The trial
 
-    def _try(self, span: Span, microbatch: int, leaves: Sequence[Any], treedef: Any, *, recomputes: bool) -> None:
-        layers = span.layers
+    def _try(
+        self, graphs: LayerGraphs, microbatch: int, leaves: Sequence[Any], treedef: Any, *, recomputes: bool
+    ) -> None:
+        layers = graphs.layers
         self._fix(layers)
         grads = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         plain = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -359,8 +361,8 @@ class TaskGraphs:
 
         before = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in plain]
         try:
-            found, sums = self._traces(span, *enter(before, grads), by_python)
-            again, more = self._traces(span, *enter(plain, grads), partial(self._replay, span, microbatch))
+            found, sums = self._traces(graphs, *enter(before, grads), by_python)
+            again, more = self._traces(graphs, *enter(plain, grads), partial(self._replay, graphs, microbatch))
         finally:
             self._weights.sums.begin_again()
             self._added.clear()
@@ -377,7 +379,7 @@ class TaskGraphs:
                 raise NotCapturable(f"a replay differs from a run by Python by {part:.2g} of its norm")
 
     def _traces(
-        self, span: Span, given: list[Any], grad_leaves: list[Any], run: Callable[[list[Any]], Any]
+        self, graphs: LayerGraphs, given: list[Any], grad_leaves: list[Any], run: Callable[[list[Any]], Any]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Sketches of the outputs and of the inputs' gradients, and of the sums with those of the weights.
 
@@ -393,7 +395,7 @@ class TaskGraphs:
         with self._backward():
             torch.autograd.backward(ends, [end.detach().clone() for end in ends])
         found.append(sketch([leaf.grad for leaf in grad_leaves if leaf is not None], device))
-        return found, [sketch([sums], device) for sums in self._weights.sums.of(self._blocks(span.layers))]
+        return found, [sketch([sums], device) for sums in self._weights.sums.of(self._blocks(graphs.layers))]
 
     def _eps(self, layers: range, leaves: Sequence[Any]) -> float:
         dtypes = {leaf.dtype for leaf in tensors_of(leaves)}

@@ -24,7 +24,7 @@ from rp_engine.device.activations import PacketCopier, enter
 from rp_engine.device.recompute import Data, Memory
 from rp_engine.device.weights import Weights
 from rp_engine.errors import ImpureLayer
-from rp_engine.execution.effects.boundary import Boundary, Given
+from rp_engine.execution.effects.boundary import BoundaryChecks, Given
 from rp_engine.execution.effects.buffers import LayerBuffers
 from rp_engine.execution.effects.kinship import Kinship
 from rp_engine.execution.effects.later import LaterComparison
@@ -84,7 +84,7 @@ class LayerRuns:
         self._times = times
         self._activity = activity
         self._memory = Memory(self._device.torch_device, copier, slots)
-        self._boundary = Boundary(place.call, kinship)
+        self._boundary = BoundaryChecks(place.call, kinship)
         self._buffers = LayerBuffers(place.call, task, weights, copier, slots)
         self._facts = {layer: LayerFacts.of(place, task, layer, self._boundary, times) for layer in task.layers}
         self._later = LaterComparison(place.call, copier, slots, self._device.torch_device)

@@ -1,4 +1,4 @@
-"""Which linear layers of a model multiply in FP8, by what a call is told: found and checked once."""
+"""Which linear layers of a model multiply in FP8, by recipe; found once."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _has_own_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) and (entrance is None or not entrance.replaces_own)
 
 
-class Computing:
+class Fp8Layers:
     """The products of one model's layers, `modules`, for each of what calls are told."""
 
     def __init__(self, name: str, modules: Sequence[nn.Module], runtime: Runtime) -> None:

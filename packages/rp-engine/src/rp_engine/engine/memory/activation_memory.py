@@ -17,7 +17,7 @@ _KNOWN_UP_TO = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedActivations:
     """Bytes of a call's activations, as guessed from widths and, if `is_measured`, corrected by earlier calls."""
 
     nbytes: int
@@ -25,7 +25,7 @@ class Expected:
     is_measured: bool
 
 
-class Boundaries:
+class ActivationMemory:
     """The activations that a model's calls have on the host at once, in bytes.
 
     Saved inputs of stages wait for backward, in all microbatches. Beside them are the activations, or gradients,
@@ -42,15 +42,15 @@ class Boundaries:
         # Of the launched calls.
         self._most_guessed = 0
 
-    def expect(self, tasks: Sequence[Task], size: CallSize, *, keeps_outputs: bool) -> Expected:
+    def expect(self, tasks: Sequence[Task], size: CallSize, *, keeps_outputs: bool) -> ExpectedActivations:
         """What the next call takes: proportional to its rows, as `rp_sched.host_bytes` counts them."""
         widths = held_at_once(tasks, self._inputs)
         guessed = size.rows * size.microbatches * (widths + (self._outputs if keeps_outputs else 0))
         if self._factor is None or guessed > _KNOWN_UP_TO * self._most_guessed:
-            return Expected(guessed, guessed, is_measured=False)
-        return Expected(int(guessed * self._factor), guessed, is_measured=True)
+            return ExpectedActivations(guessed, guessed, is_measured=False)
+        return ExpectedActivations(int(guessed * self._factor), guessed, is_measured=True)
 
-    def note_launched(self, expected: Expected) -> None:
+    def note_launched(self, expected: ExpectedActivations) -> None:
         """This call was not refused."""
         self._most_guessed = max(self._most_guessed, expected.guessed_bytes)
 

@@ -19,8 +19,8 @@ LayerBody = Callable[[int, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class SpanWork:
-    """What a span captures.
+class CaptureWork:
+    """What is captured of some layers.
 
     `run`: runs one layer. `drawing`: its layers that draw random numbers on the device, each a place to draw at.
     `trains`: whether backward follows; else each layer's graph of autograd is dropped, as in a forward task.
@@ -47,7 +47,7 @@ class Made(NamedTuple):
     requires_grad: bool
 
 
-class Span:
+class LayerGraphs:
     """Replays of some layers, for inputs of one signature.
 
     Inputs are copied to where the graphs read them, and results from where the graphs leave them. Raises
@@ -55,7 +55,7 @@ class Span:
     """
 
     def __init__(
-        self, device: Device, pool: GraphPool, work: SpanWork, leaves: Sequence[Any], treedef: Any
+        self, device: Device, pool: GraphPool, work: CaptureWork, leaves: Sequence[Any], treedef: Any
     ) -> None:
         self.layers, self.drawing, self.trains = work.layers, work.drawing, work.trains
         self._treedef = treedef
@@ -73,7 +73,7 @@ class Span:
             self.close()
             raise
 
-    def _capture(self, device: Device, pool: GraphPool, work: SpanWork) -> None:
+    def _capture(self, device: Device, pool: GraphPool, work: CaptureWork) -> None:
         # The work is not kept: it belongs to one task of a call.
         seen, forward = device.capture(partial(self._forward, work), pool=pool, num_draws=len(self.drawing))
         self._graphs.append(forward)
@@ -88,7 +88,7 @@ class Span:
             )
             self._graphs.append(backward)
 
-    def _forward(self, work: SpanWork, capture: Capture) -> _Seen:
+    def _forward(self, work: CaptureWork, capture: Capture) -> _Seen:
         # As what arrives at a stage, which a layer may write.
         inside, grad_leaves = enter(self._leaves, self._grads)
         tree = rp_batch.unflatten(self._treedef, inside)
@@ -101,7 +101,7 @@ class Span:
         return _seen(tree, inside, grad_leaves, trains=self.trains)
 
     def _backward(
-        self, work: SpanWork, ends: Sequence[torch.Tensor], grad_leaves: Sequence[torch.Tensor | None]
+        self, work: CaptureWork, ends: Sequence[torch.Tensor], grad_leaves: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         with work.adding():
             torch.autograd.backward(ends, self._gradients)
@@ -150,22 +150,22 @@ class Span:
 
 
 class _Replay(torch.autograd.Function):
-    """The forward and the backward of a span."""
+    """The forward and the backward of layers' graphs."""
 
     @staticmethod
     def forward(
-        ctx: Any, span: Span, seeds: tuple[int, ...], anchor: torch.Tensor, *tensors: torch.Tensor
+        ctx: Any, graphs: LayerGraphs, seeds: tuple[int, ...], anchor: torch.Tensor, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         del anchor
-        ctx.span = span
+        ctx.graphs = graphs
         ctx.set_materialize_grads(False)
-        made = span.run_forward(tensors, seeds)
-        ctx.mark_non_differentiable(*(one for one, is_end in zip(made, span.is_end, strict=True) if not is_end))
+        made = graphs.run_forward(tensors, seeds)
+        ctx.mark_non_differentiable(*(one for one, is_end in zip(made, graphs.is_end, strict=True) if not is_end))
         return made
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        return None, None, None, *ctx.span.run_backward(grads)
+        return None, None, None, *ctx.graphs.run_backward(grads)
 
 
 def tensors_of(leaves: Iterable[Any]) -> list[torch.Tensor]:

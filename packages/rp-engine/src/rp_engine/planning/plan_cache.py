@@ -31,7 +31,7 @@ _GROUPS = ("groups", "forward_groups", "backward_groups")
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class CachedPlan:
     """A plan that calls have settled for, and those that were measured to be slower."""
 
     plan: Plan
@@ -53,7 +53,7 @@ def cache_folder() -> Path | None:
     return caches / "rp-engine" / "plans" if caches.is_absolute() else None
 
 
-class SettledPlan:
+class PlanCache:
     """The plan of one kind of call, kept from process to process.
 
     `facts`: all that it depends on. A plan is loaded only for equal ones. Nothing here raises: what cannot be read
@@ -67,7 +67,7 @@ class SettledPlan:
         self._name = hashlib.sha256(text.encode()).hexdigest()[:32] + ".json"
 
     @classmethod
-    def of(cls, name: str, state: ModelState, runtime: Runtime, facts: Mapping[str, Any]) -> SettledPlan:
+    def of(cls, name: str, state: ModelState, runtime: Runtime, facts: Mapping[str, Any]) -> PlanCache:
         """Return that of a model's calls. `facts`: their mode, number of microbatches and rows."""
         memory = [use.total_bytes for use in runtime.memory()]
         return cls(
@@ -81,7 +81,7 @@ class SettledPlan:
             }
         )
 
-    def load(self, num_layers: int, mode: Mode, microbatches: int) -> Settled | None:
+    def load(self, num_layers: int, mode: Mode, microbatches: int) -> CachedPlan | None:
         """Return what was kept; None if there is nothing, or nothing that suits such calls."""
         folder = cache_folder()
         path = None if folder is None else folder / self._name
@@ -93,7 +93,7 @@ class SettledPlan:
             _LOG.warning("the plan in %s is ignored, since it cannot be read: %s", path, error)
             return None
 
-    def _read(self, path: Path, num_layers: int, mode: Mode, microbatches: int) -> Settled:
+    def _read(self, path: Path, num_layers: int, mode: Mode, microbatches: int) -> CachedPlan:
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError(f"it has more than {_MOST_BYTES} bytes")
         kept = _object(json.loads(path.read_text(encoding="utf-8")))
@@ -103,9 +103,9 @@ class SettledPlan:
         for one in (plan, *slower):
             one.check(num_layers, mode)
             one.check_microbatches(microbatches)
-        return Settled(plan, frozenset(slower))
+        return CachedPlan(plan, frozenset(slower))
 
-    def save(self, settled: Settled) -> None:
+    def save(self, settled: CachedPlan) -> None:
         """Keep this in place of what was kept before."""
         if (folder := cache_folder()) is None:
             return

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from roundpipe import RoundPipe, Runtime
-from rp_engine.planning import settled_plans
-from rp_engine.planning.settled_plans import MOST_FILES, Settled, SettledPlan, cache_folder
+from rp_engine.planning import plan_cache
+from rp_engine.planning.plan_cache import MOST_FILES, CachedPlan, PlanCache, cache_folder
 from rp_sched import Plan
 from torch import nn
 
@@ -27,7 +27,7 @@ PLANS = [
     Plan((range(2),), range(2, 5), (range(1, 2), range(1)), groups=(range(3), range(3, 4)), in_turn=False),
     Plan(fused=range(5), groups=(range(2), range(2, 4)), in_turn=False, devices=3),
 ]
-KEPT = Settled(PLANS[1], frozenset([PLANS[0], PLANS[2]]))
+KEPT = CachedPlan(PLANS[1], frozenset([PLANS[0], PLANS[2]]))
 
 
 @pytest.fixture
@@ -36,24 +36,24 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "plans"
 
 
-def load(facts: dict[str, Any] = FACTS) -> Settled | None:
-    return SettledPlan(facts).load(5, "fused", 4)
+def load(facts: dict[str, Any] = FACTS) -> CachedPlan | None:
+    return PlanCache(facts).load(5, "fused", 4)
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_was_kept_is_loaded_in_another_process(folder: Path, plan: Plan) -> None:
-    settled = Settled(plan, frozenset(PLANS) - {plan})
-    SettledPlan(FACTS).save(settled)
+    settled = CachedPlan(plan, frozenset(PLANS) - {plan})
+    PlanCache(FACTS).save(settled)
     assert load() == settled
     assert [file.suffix for file in folder.iterdir()] == [".json"]
-    SettledPlan(FACTS).save(Settled(PLANS[0]))
-    assert load() == Settled(PLANS[0])
+    PlanCache(FACTS).save(CachedPlan(PLANS[0]))
+    assert load() == CachedPlan(PLANS[0])
 
 
 @pytest.mark.parametrize("fact", FACTS)
 @pytest.mark.usefixtures("folder")
 def test_other_calls_do_not_load_it(fact: str) -> None:
-    SettledPlan(FACTS).save(KEPT)
+    PlanCache(FACTS).save(KEPT)
     assert load({**FACTS, fact: "other"}) is None
 
 
@@ -84,15 +84,15 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_damaged_and_foreign_files_are_ignored_with_a_line_and_replaced(
     folder: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    SettledPlan(FACTS).save(KEPT)
+    PlanCache(FACTS).save(KEPT)
     (file,) = folder.iterdir()
     made = DAMAGES[damage](json.loads(file.read_text()))
     file.write_text(made if isinstance(made, str) else json.dumps(made))
-    with caplog.at_level(logging.WARNING, logger="rp_engine.planning.settled_plans"):
+    with caplog.at_level(logging.WARNING, logger="rp_engine.planning.plan_cache"):
         assert load() is None
     (record,) = caplog.records
     assert str(file) in record.getMessage()
-    SettledPlan(FACTS).save(KEPT)
+    PlanCache(FACTS).save(KEPT)
     assert load() == KEPT
 
 
@@ -103,7 +103,7 @@ def test_any_change_of_the_text_is_refused_or_is_a_plan(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RP_ENGINE_CACHE", str(tmp_path_factory.getbasetemp() / "any"))
-        SettledPlan(FACTS).save(KEPT)
+        PlanCache(FACTS).save(KEPT)
         folder = cache_folder()
         assert folder is not None
         (file,) = folder.iterdir()
@@ -123,7 +123,7 @@ def test_the_oldest_files_go_first(folder: Path) -> None:
     for age in range(MOST_FILES + 3):
         (folder / f"{age}.json").touch()
         os.utime(folder / f"{age}.json", (10**9 - age, 10**9 - age))
-    SettledPlan(FACTS).save(KEPT)
+    PlanCache(FACTS).save(KEPT)
     names = {file.name for file in folder.iterdir()}
     assert len(names) == MOST_FILES
     assert "0.json" in names
@@ -136,21 +136,21 @@ def test_a_folder_that_cannot_be_written_is_a_line(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("RP_ENGINE_CACHE", str(tmp_path / "file"))
-    with caplog.at_level(logging.WARNING, logger="rp_engine.planning.settled_plans"):
-        SettledPlan(FACTS).save(KEPT)
+    with caplog.at_level(logging.WARNING, logger="rp_engine.planning.plan_cache"):
+        PlanCache(FACTS).save(KEPT)
         assert load() is None
     assert any("the next process searches again" in record.getMessage() for record in caplog.records)
 
 
 def test_a_write_that_fails_leaves_what_was_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    SettledPlan(FACTS).save(KEPT)
+    PlanCache(FACTS).save(KEPT)
 
     def refuse(*_: object) -> None:
         raise OSError("as arranged")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", refuse)
-        SettledPlan(FACTS).save(Settled(PLANS[0]))
+        PlanCache(FACTS).save(CachedPlan(PLANS[0]))
     assert load() == KEPT
     assert len(list(folder.iterdir())) == 1
 
@@ -179,12 +179,12 @@ def test_the_folder_is_where_caches_of_the_user_are(
 @pytest.mark.slow
 def test_tests_and_the_programs_that_they_start_keep_no_plans() -> None:
     assert cache_folder() is None
-    program = "from rp_engine.planning.settled_plans import cache_folder; print(cache_folder())"
+    program = "from rp_engine.planning.plan_cache import cache_folder; print(cache_folder())"
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300
     )
     assert ended.stdout.strip() == "None"
-    SettledPlan(FACTS).save(KEPT)
+    PlanCache(FACTS).save(KEPT)
     assert load() is None
 
 
@@ -192,9 +192,9 @@ def test_sources_that_are_not_installed_keep_plans_too(monkeypatch: pytest.Monke
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(settled_plans, "version", missing)
+    monkeypatch.setattr(plan_cache, "version", missing)
     with Runtime("cpu:1") as runtime:
         model = RoundPipe(nn.Sequential(nn.Linear(2, 2)), runtime=runtime)
         (state,) = runtime.states
-        assert SettledPlan.of("m", state, runtime, FACTS).load(1, "fused", 4) is None
+        assert PlanCache.of("m", state, runtime, FACTS).load(1, "fused", 4) is None
         model.synchronize()
