@@ -6,24 +6,24 @@ loss, by its `own_loss`, a `token_mean` or a function of the caller's; `with_cac
 
 from rp_errors import count_as_inside
 
-from rp_calls.dividing.divider import PART, Asked, Divided, Divider
+from rp_calls.dividing.divider import PART, CallToSplit, SplitCall, TrialSplitter
 from rp_calls.dividing.fits import fit_any
 from rp_calls.dividing.outer_batch import outer_batch, outer_batch_size
 from rp_calls.dividing.splitter import CallSplitter
 from rp_calls.loss_call import LossArguments, LossCall, evaluation_config, training_config
-from rp_calls.microbatching import declared_spec, in_parts
+from rp_calls.microbatching import declared_spec, has_parts
 from rp_calls.outputs import check_outputs, merged, placed
 from rp_calls.own_loss import (
     OwnLoss,
-    call_loss,
     check_arguments,
+    choose_loss,
     loss_of_whole,
     outputs_are_loss,
     refuse_label,
     with_loss,
 )
 from rp_calls.token_mean import TokenMean, token_mean
-from rp_calls.with_cache import Row, WithCaches, num_microbatches_of_state
+from rp_calls.with_cache import CachingLayers, WithCaches, num_microbatches_of_state
 
 __version__ = "0.1.0"
 
@@ -31,23 +31,23 @@ count_as_inside("rp_calls")
 
 __all__ = [
     "PART",
-    "Asked",
+    "CachingLayers",
     "CallSplitter",
-    "Divided",
-    "Divider",
+    "CallToSplit",
     "LossArguments",
     "LossCall",
     "OwnLoss",
-    "Row",
+    "SplitCall",
     "TokenMean",
+    "TrialSplitter",
     "WithCaches",
-    "call_loss",
     "check_arguments",
     "check_outputs",
+    "choose_loss",
     "declared_spec",
     "evaluation_config",
     "fit_any",
-    "in_parts",
+    "has_parts",
     "loss_of_whole",
     "merged",
     "num_microbatches_of_state",

@@ -13,7 +13,7 @@ from rp_sched import Mode
 
 from rp_calls.dividing.splitter import CallSplitter
 from rp_calls.outputs import check_outputs, merged
-from rp_calls.own_loss import OwnLoss, call_loss, check_arguments, with_loss
+from rp_calls.own_loss import OwnLoss, check_arguments, choose_loss, with_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class LossCall:
 
         Raises `ValueError` if labels are given in two places, or a `label` that nothing reads.
         """
-        chosen = call_loss(splitter.model, asked.kwargs, asked.label, asked.loss_fn, config.split_label)
+        chosen = choose_loss(splitter.model, asked.kwargs, asked.label, asked.loss_fn, config.split_label)
         arrivals = Arrivals(splitter.runtime.backend, (asked.args, chosen.kwargs, asked.label))
         parts = splitter.split(asked.args, chosen.kwargs, arrivals, config, mode)
         return cls(parts, *chosen.in_parts(parts), arrivals, config, is_own=chosen.is_own)

@@ -66,10 +66,10 @@ def in_one_piece(name: str, arguments: Any, config: RoundPipeRunConfig) -> rp_ba
     return rp_batch.split(arguments, 1)
 
 
-def in_parts(arguments: Any) -> bool:
+def has_parts(arguments: Any) -> bool:
     """Return whether something among the arguments is in microbatches already.
 
-    >>> in_parts(((rp_batch.Parts([1, 2]),), {})), in_parts(((torch.zeros(2),), {}))
+    >>> has_parts(((rp_batch.Parts([1, 2]),), {})), has_parts(((torch.zeros(2),), {}))
     (True, False)
     """
     return any(isinstance(leaf, rp_batch.Parts) for leaf in rp_batch.flatten(arguments)[0])

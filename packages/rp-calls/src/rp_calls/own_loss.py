@@ -50,7 +50,7 @@ def outputs_are_loss(outputs: Any, labels: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class CallLoss:
+class ChosenLoss:
     """The loss of one call. `kwargs`: the keyword arguments of the model, which its own loss may add to."""
 
     kwargs: dict[str, Any]
@@ -67,9 +67,9 @@ class CallLoss:
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
 
-def call_loss(
+def choose_loss(
     model: nn.Module, kwargs: Mapping[str, Any], label: Any, loss_fn: LossFn | OwnLoss, split_label: Any
-) -> CallLoss:
+) -> ChosenLoss:
     """Choose the loss; `in_parts` gives the microbatches' labels and their loss function.
 
     Raises `ValueError` if labels are given in two places, or a `label` that nothing reads.
@@ -84,7 +84,7 @@ def call_loss(
             tell_mean(loss_fn, len(parts))
             return _split(label, parts, split_label), over or partial(_of_part, len(parts), loss_fn)
 
-        return CallLoss(dict(kwargs), in_parts)
+        return ChosenLoss(dict(kwargs), in_parts)
     refuse_label(label, kwargs)
     own = getattr(model, "own_loss", None)
     if not isinstance(own, OwnLoss | Exception | None):
@@ -96,7 +96,7 @@ def call_loss(
         except NotImplementedError as error:
             # How it divides is unknown, which does not matter for one microbatch.
             reason = error
-    return CallLoss(dict(kwargs), lambda parts: ([None] * len(parts), partial(_of_outputs, len(parts), reason)))
+    return ChosenLoss(dict(kwargs), lambda parts: ([None] * len(parts), partial(_of_outputs, len(parts), reason)))
 
 
 def check_arguments(input_args: object, input_kwargs: object, loss_fn: object) -> None:
@@ -110,7 +110,7 @@ def check_arguments(input_args: object, input_kwargs: object, loss_fn: object) -
 
 
 def loss_of_whole(outputs: Any, label: Any, loss_fn: LossFn) -> torch.Tensor | list[torch.Tensor]:
-    """The loss of a batch in one piece, from its outputs, or a list of losses; see `call_loss`.
+    """The loss of a batch in one piece, from its outputs, or a list of losses; see `choose_loss`.
 
     Raises `TypeError` for anything else.
     """
@@ -125,13 +125,13 @@ def _of_part(microbatches: int, loss_fn: LossFn, outputs: Any, label: Any) -> An
         return loss_fn(outputs, label)
 
 
-def _own(own: OwnLoss, kwargs: Mapping[str, Any]) -> CallLoss:
+def _own(own: OwnLoss, kwargs: Mapping[str, Any]) -> ChosenLoss:
     whole = dict(own.with_total(kwargs))
 
     def in_parts(parts: rp_batch.Parts[Any]) -> tuple[Sequence[Any], LossFn]:
         return [own.share(part[1], whole) for part in parts], own.loss_fn
 
-    return CallLoss(whole, in_parts, is_own=True)
+    return ChosenLoss(whole, in_parts, is_own=True)
 
 
 def _split(label: Any, parts: rp_batch.Parts[Any], split_label: Any) -> Sequence[Any]:

@@ -13,7 +13,7 @@ from rp_calls.microbatching import declared_spec
 from rp_calls.outputs import of_batch
 
 
-class Row(Protocol):
+class CachingLayers(Protocol):
     """What a row of layers that takes caches knows of them.
 
     `cache_arguments`: names of arguments of forward that hold one. `main_arguments`: names of those whose first
@@ -81,7 +81,7 @@ class WithCaches:
     `count`: of microbatches, at most one a sample. `rows_a_sample`: how many rows of the batch stay together.
     """
 
-    def __init__(self, row: Row, count: int, split_input: Any = None, rows_a_sample: int = 1) -> None:
+    def __init__(self, row: CachingLayers, count: int, split_input: Any = None, rows_a_sample: int = 1) -> None:
         self._row = row
         self._count = count
         self._split_input = split_input

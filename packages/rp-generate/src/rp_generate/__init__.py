@@ -2,8 +2,8 @@
 
 from rp_generate.fewer_rows import FewerRows
 from rp_generate.generating import generated
-from rp_generate.row import DividesCaches, Row
+from rp_generate.row import DividesCaches, GeneratingLayers
 
 __version__ = "0.1.0"
 
-__all__ = ["DividesCaches", "FewerRows", "Row", "generated"]
+__all__ = ["DividesCaches", "FewerRows", "GeneratingLayers", "generated"]

@@ -11,7 +11,7 @@ import rp_batch
 import torch
 from torch import Tensor
 
-from rp_generate.row import Row
+from rp_generate.row import GeneratingLayers
 
 
 class BySamples:
@@ -23,7 +23,7 @@ class BySamples:
     Raises what the row raises for images that do not fit the samples.
     """
 
-    def __init__(self, row: Row, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, row: GeneratingLayers, kwargs: Mapping[str, Any]) -> None:
         self._kwargs = kwargs
         self._dims = row.sample_dimensions(kwargs)
         self.images = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rp_generate.by_samples import BySamples
-from rp_generate.row import Row
+from rp_generate.row import GeneratingLayers
 
 # So many of the rows must have ended before they leave: those that stay are copied then.
 _LEAVING_SHARE = 1 / 8
@@ -38,7 +38,7 @@ class FewerRows:
     call has than the present one's rows have tokens.
     """
 
-    def __init__(self, row: Row, make_room: Callable[[float, float], None]) -> None:
+    def __init__(self, row: GeneratingLayers, make_room: Callable[[float, float], None]) -> None:
         self._row = row
         self._make_room = make_room
         # (batch,), of all rows; None: it is not known of any.

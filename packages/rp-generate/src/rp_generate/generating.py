@@ -14,14 +14,14 @@ from torch import nn
 
 from rp_generate.by_samples import BySamples
 from rp_generate.fewer_rows import FewerRows, recorded
-from rp_generate.row import DividesCaches, Row
+from rp_generate.row import DividesCaches, GeneratingLayers
 
 
 def generated(
     model: nn.Module,
     forward: Callable[..., Any],
     device: torch.device,
-    row: Row,
+    row: GeneratingLayers,
     dividing: Callable[[int], DividesCaches],
     make_room: Callable[[float, float], None],
     args: tuple[Any, ...],
@@ -66,7 +66,7 @@ class _Forward:
         self,
         forward: Callable[..., Any],
         model: nn.Module,
-        row: Row,
+        row: GeneratingLayers,
         divided: DividesCaches,
         make_room: Callable[[float, float], None],
         *,
@@ -137,7 +137,7 @@ class _Forward:
         return [_length(kwargs[name]) for name in self._caches if kwargs.get(name) is not None]
 
 
-def _without_pixels(row: Row, kwargs: Mapping[str, Any]) -> frozenset[str]:
+def _without_pixels(row: GeneratingLayers, kwargs: Mapping[str, Any]) -> frozenset[str]:
     """The arguments that describe images which are not given: the loop keeps them after the prompt's call."""
     given = [kwargs[name] for name in row.image_arguments if kwargs.get(name) is not None]
     has_pixels = any(torch.is_tensor(value) and value.is_floating_point() for value in given)
@@ -189,7 +189,7 @@ def _with_forward(
     forward: Callable[..., Any],
     device: torch.device,
     note: Callable[[torch.Tensor], None] | None,
-    row: Row,
+    row: GeneratingLayers,
 ) -> Any:
     """A shallow copy of a model that says it is on `device`, and whose forward is another one.
 
@@ -234,7 +234,9 @@ def _no(self: object) -> bool:
     return False
 
 
-def _with_images_repeated(row: Row, times: int, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _with_images_repeated(
+    row: GeneratingLayers, times: int, kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a call's arguments without images, and the images, those of each sample so many times.
 
     The loop repeats the entries of each tensor's first dimension, which may be patches.

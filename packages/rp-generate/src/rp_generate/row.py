@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 
-class Row(Protocol):
+class GeneratingLayers(Protocol):
     """What a row of layers that takes caches knows of them.
 
     `cache_arguments`: names of arguments of forward that hold one. `main_arguments`: names of those whose first

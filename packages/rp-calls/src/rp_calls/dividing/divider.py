@@ -13,14 +13,14 @@ from rp_engine.wrapping import View
 from rp_sched import Mode
 from torch import nn
 
-from rp_calls.dividing.divisions import Division, Divisions, refuse_shared
+from rp_calls.dividing.divisions import SplitDecision, SplitDecisions, refuse_shared
 from rp_calls.dividing.rows import rows_at_end
-from rp_calls.dividing.trial import Fit, Found, Trial
+from rp_calls.dividing.trial import Fit, FoundSplit, Trial
 from rp_calls.microbatching import in_one_piece, num_microbatches
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CallToSplit:
     """A call that is to be divided.
 
     `name`: of the module, in warnings. `kind`: what calls that are alike have in common, beside their arguments
@@ -39,7 +39,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class TrialPolicy:
     """How the models of one sort are tried. `view`, `is_brief`: see `Trial`.
 
     `advice`: what their users can do about a call that is not split.
@@ -50,12 +50,12 @@ class Manner:
     is_brief: bool = False
 
 
-PART = Manner(
+PART = TrialPolicy(
     "say how in its settings (split_input and merge_output of override_config); it can also stay on the host "
     "(skip_modules)"
 )
 # Also of one layer.
-ROW = Manner(
+ROW = TrialPolicy(
     "say how in its run config (split_input, and split_label and merge_output where these are not along the first "
     "dimension)",
     rows_at_end,
@@ -64,7 +64,7 @@ ROW = Manner(
 
 
 @dataclass(frozen=True, slots=True)
-class Divided:
+class SplitCall:
     """A call in microbatches. `merging`: the spec that merges its outputs, if a trial of this `kind` found it.
 
     `way`: how it is split, if a trial found it.
@@ -78,7 +78,7 @@ class Divided:
     def fits(self, outputs: Sequence[Any]) -> bool:
         """Return whether the outputs are as they were at the trial: in structure, and in what is equal in all.
 
-        >>> divided = Divided(rp_batch.Parts([1, 2]), (rp_batch.Concat(), rp_batch.Equal()))
+        >>> divided = SplitCall(rp_batch.Parts([1, 2]), (rp_batch.Concat(), rp_batch.Equal()))
         >>> [divided.fits([(x, 2), (x, y)]) for x, y in ((0, 2), (0, 3), ([], 2))]
         [True, False, False]
         """
@@ -92,62 +92,66 @@ class Divided:
             if isinstance(rule, rp_batch.Equal)
         )
 
-    def is_alike(self, other: Divided) -> bool:
+    def is_alike(self, other: SplitCall) -> bool:
         """Return whether the other one has the same microbatches."""
         return (self.way, self.parts.sizes) == (other.way, other.parts.sizes)
 
 
-class Divider:
+class TrialSplitter:
     """Divides the calls of one model, whose `modules` it may put in another mode for a trial."""
 
-    def __init__(self, engine: Engine, runtime: Runtime, modules: Sequence[nn.Module], manner: Manner) -> None:
+    def __init__(
+        self, engine: Engine, runtime: Runtime, modules: Sequence[nn.Module], policy: TrialPolicy
+    ) -> None:
         self._engine = engine
         self._runtime = runtime
         self._modules = modules
-        self._manner = manner
-        self._divisions = Divisions(manner.advice)
+        self._policy = policy
+        self._decisions = SplitDecisions(policy.advice)
 
-    def divide(self, asked: Asked, proposals: rp_batch.Proposals, mode: Mode = "train") -> Divided:
+    def divide(self, asked: CallToSplit, proposals: rp_batch.Proposals, mode: Mode = "train") -> SplitCall:
         """Return the call in microbatches: as many as its settings say, or one if no proposal is right.
 
         Raises `AloneOnly` if it would be one, but machines divide it.
         """
         if not proposals.found and asked.config.num_microbatch != 1 and self._is_shared(asked):
-            refuse_shared(asked.name, "no dimension of its arguments looks like a batch", self._manner.advice)
+            refuse_shared(asked.name, "no dimension of its arguments looks like a batch", self._policy.advice)
         count = self._count(asked, proposals, mode)
         if count == 1:
-            return Divided(rp_batch.split(asked.arguments, 1))
-        kind, division = self._division(asked, proposals, count)
-        chosen = next((each for each in proposals.found if each.way == division.way), None)
+            return SplitCall(rp_batch.split(asked.arguments, 1))
+        kind, decision = self._decision(asked, proposals, count)
+        chosen = next((each for each in proposals.found if each.way == decision.way), None)
         if chosen is None:
-            return Divided(in_one_piece(asked.name, asked.arguments, asked.config))
-        return Divided(rp_batch.split(asked.arguments, count, chosen.spec), division.merging, kind, chosen.way)
+            return SplitCall(in_one_piece(asked.name, asked.arguments, asked.config))
+        return SplitCall(rp_batch.split(asked.arguments, count, chosen.spec), decision.merging, kind, chosen.way)
 
-    def is_right(self, asked: Asked, proposals: rp_batch.Proposals, count: int) -> bool:
+    def is_right(self, asked: CallToSplit, proposals: rp_batch.Proposals, count: int) -> bool:
         """Return whether the call can be split as proposed, into this many microbatches."""
-        return self._division(asked, proposals, count)[1].way is not None
+        return self._decision(asked, proposals, count)[1].way is not None
 
-    def _division(self, asked: Asked, proposals: rp_batch.Proposals, count: int) -> tuple[Hashable, Division]:
+    def _decision(
+        self, asked: CallToSplit, proposals: rp_batch.Proposals, count: int
+    ) -> tuple[Hashable, SplitDecision]:
         trains, is_shared = self._trains(asked), self._is_shared(asked)
         kind = (asked.kind, is_shared, self._flags(), proposals.pattern)
         attempt = partial(self._attempt, asked, count, is_shared=is_shared)
-        found = self._divisions.of(
+        found = self._decisions.of(
             kind, asked.name, proposals.found, attempt, trains=trains, count=count, is_shared=is_shared
         )
         return kind, found
 
-    def forget(self, divided: Divided) -> None:
-        """Try calls of this kind anew: this one returned something else than at the trial, see `Divided.fits`."""
-        self._divisions.forget(divided.kind)
+    def forget(self, divided: SplitCall) -> None:
+        """Try calls of this kind anew: this one returned something else than at the trial (`SplitCall.fits`)."""
+        self._decisions.forget(divided.kind)
 
-    def _trains(self, asked: Asked) -> bool:
+    def _trains(self, asked: CallToSplit) -> bool:
         return self._engine.trains(asked.config, asked.arguments)
 
-    def _is_shared(self, asked: Asked) -> bool:
+    def _is_shared(self, asked: CallToSplit) -> bool:
         """Return whether several machines divide the call's microbatches."""
         return not self._runtime.peers.is_alone and (asked.is_loss or self._trains(asked))
 
-    def _count(self, asked: Asked, proposals: rp_batch.Proposals, mode: Mode) -> int:
+    def _count(self, asked: CallToSplit, proposals: rp_batch.Proposals, mode: Mode) -> int:
         if not proposals.found:
             return 1
         spec = proposals.found[0].spec
@@ -157,8 +161,8 @@ class Divider:
         return tuple(module.training for root in self._modules for module in root.modules())
 
     def _attempt(
-        self, asked: Asked, count: int, proposals: Sequence[rp_batch.Proposal], *, is_shared: bool
-    ) -> Found | str:
+        self, asked: CallToSplit, count: int, proposals: Sequence[rp_batch.Proposal], *, is_shared: bool
+    ) -> FoundSplit | str:
         trial = Trial(
             self._engine,
             self._runtime,
@@ -167,15 +171,15 @@ class Divider:
             asked.arguments,
             asked.address,
             asked.fit,
-            self._manner.view,
-            self._manner.is_brief,
+            self._policy.view,
+            self._policy.is_brief,
         )
         decide = partial(trial.first_that_fits, proposals, count)
         if not is_shared:
             return decide()
         return self._together(f"finding how {asked.name} can be split", decide)
 
-    def _together(self, what: str, decide: Callable[[], Found | str]) -> Found | str:
+    def _together(self, what: str, decide: Callable[[], FoundSplit | str]) -> FoundSplit | str:
         found, is_same = self._engine.decide_together(what, decide, repr)
         if is_same:
             return found
@@ -184,5 +188,5 @@ class Divider:
         return found if is_same else "machines found different things"
 
 
-def _cut_anywhere(found: Found | str) -> Found | str:
-    return replace(found, granule=1) if isinstance(found, Found) else found
+def _cut_anywhere(found: FoundSplit | str) -> FoundSplit | str:
+    return replace(found, granule=1) if isinstance(found, FoundSplit) else found

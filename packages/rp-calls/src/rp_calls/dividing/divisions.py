@@ -11,7 +11,7 @@ import rp_batch
 from rp_engine.errors import AloneOnly, TrainingWarning
 from rp_errors import warn_user
 
-from rp_calls.dividing.trial import Found, cuts
+from rp_calls.dividing.trial import FoundSplit, cuts
 
 # Kinds of calls that are tried, of each part: each trial takes two forwards. Calls of others are not split.
 _MOST_KINDS = 16
@@ -23,15 +23,15 @@ _AGAIN_AFTER = 4
 _MOST_UNSURE = 8
 
 # Tries proposals, in order.
-Try = Callable[[Sequence[rp_batch.Proposal]], Found | str]
+Try = Callable[[Sequence[rp_batch.Proposal]], FoundSplit | str]
 
 
 @dataclass(slots=True)
-class Division:
+class SplitDecision:
     """How calls of one kind are split.
 
     `way`: None if they are not, for this `reason`. `merging`: the spec that merges outputs. `granule`: see
-    `Found`. `unsure`: how many trials had samples that were alike, since one had others.
+    `FoundSplit`. `unsure`: how many trials had samples that were alike, since one had others.
     """
 
     way: rp_batch.Way | None
@@ -43,11 +43,11 @@ class Division:
     unsure: int = 0
 
 
-class Divisions:
+class SplitDecisions:
     """How calls are split, by kind.
 
-    >>> divisions = Divisions("say how")
-    >>> divisions.of("kind", "layer", (), lambda proposals: "too different", trains=True, count=2).way is None
+    >>> decisions = SplitDecisions("say how")
+    >>> decisions.of("kind", "layer", (), lambda proposals: "too different", trains=True, count=2).way is None
     True
 
     Warnings say which submodule is not split, once for each, and with `advice` what to do if it can be.
@@ -55,7 +55,7 @@ class Divisions:
 
     def __init__(self, advice: str) -> None:
         self._advice = advice
-        self._known: dict[Hashable, Division] = {}
+        self._known: dict[Hashable, SplitDecision] = {}
         self._told: set[str] = set()
 
     def of(
@@ -68,7 +68,7 @@ class Divisions:
         trains: bool,
         count: int,
         is_shared: bool = False,
-    ) -> Division:
+    ) -> SplitDecision:
         """Return how a call of this kind of the submodule `name` is split, after an attempt if one is due.
 
         `count`: of microbatches. `trains`: whether weights may change after the call. `is_shared`: whether
@@ -76,49 +76,49 @@ class Divisions:
 
         Raises `AloneOnly` if it is not split, but shared.
         """
-        division = self._known.get(kind)
-        if division is None:
-            division = self._known[kind] = self._first(proposals, attempt)
-        elif division.way is not None:
-            is_due = trains and division.trainings + 1 == division.next_trial
+        decision = self._known.get(kind)
+        if decision is None:
+            decision = self._known[kind] = self._first(proposals, attempt)
+        elif decision.way is not None:
+            is_due = trains and decision.trainings + 1 == decision.next_trial
             if is_due:
-                division.next_trial *= _AGAIN_AFTER
-            begins = _begins(division, proposals, count)
-            is_cut_elsewhere = any(begin % (division.granule or math.inf) for begin in begins)
-            if is_due or is_cut_elsewhere or 0 < division.unsure < _MOST_UNSURE:
-                self._again(division, proposals, attempt, begins)
-        if division.way is None:
+                decision.next_trial *= _AGAIN_AFTER
+            begins = _begins(decision, proposals, count)
+            is_cut_elsewhere = any(begin % (decision.granule or math.inf) for begin in begins)
+            if is_due or is_cut_elsewhere or 0 < decision.unsure < _MOST_UNSURE:
+                self._again(decision, proposals, attempt, begins)
+        if decision.way is None:
             if is_shared:
-                reason = f"split, it does not give what it gives for the whole batch {division.reason}"
+                reason = f"split, it does not give what it gives for the whole batch {decision.reason}"
                 refuse_shared(name, reason, self._advice)
-            self._tell(name, division.reason)
-        division.trainings += trains
-        return division
+            self._tell(name, decision.reason)
+        decision.trainings += trains
+        return decision
 
     def forget(self, kind: Hashable) -> None:
         """Try calls of this kind anew."""
         self._known.pop(kind, None)
 
-    def _first(self, proposals: Sequence[rp_batch.Proposal], attempt: Try) -> Division:
+    def _first(self, proposals: Sequence[rp_batch.Proposal], attempt: Try) -> SplitDecision:
         if len(self._known) >= _MOST_KINDS:
             found = f"it was tried with {_MOST_KINDS} other kinds of arguments, and is not tried with more"
         else:
             found = attempt(proposals)
-        if isinstance(found, Found):
-            return Division(found.proposal.way, found.merging, found.granule, unsure=int(not found.is_sure))
-        return Division(None, reason=f"({found})")
+        if isinstance(found, FoundSplit):
+            return SplitDecision(found.proposal.way, found.merging, found.granule, unsure=int(not found.is_sure))
+        return SplitDecision(None, reason=f"({found})")
 
     def _again(
-        self, division: Division, proposals: Sequence[rp_batch.Proposal], attempt: Try, begins: Sequence[int]
+        self, decision: SplitDecision, proposals: Sequence[rp_batch.Proposal], attempt: Try, begins: Sequence[int]
     ) -> None:
-        found = attempt([each for each in proposals if each.way == division.way])
-        if isinstance(found, Found):
-            division.merging = found.merging
-            division.granule = math.gcd(division.granule, found.granule, *begins)
-            division.unsure = 0 if found.is_sure else division.unsure + 1
+        found = attempt([each for each in proposals if each.way == decision.way])
+        if isinstance(found, FoundSplit):
+            decision.merging = found.merging
+            decision.granule = math.gcd(decision.granule, found.granule, *begins)
+            decision.unsure = 0 if found.is_sure else decision.unsure + 1
             return
-        division.way, division.merging = None, None
-        division.reason = f"({found}); its last {division.trainings} training calls were split"
+        decision.way, decision.merging = None, None
+        decision.reason = f"({found}); its last {decision.trainings} training calls were split"
 
     def _tell(self, name: str, reason: str) -> None:
         if name in self._told:
@@ -132,9 +132,9 @@ class Divisions:
         )
 
 
-def _begins(division: Division, proposals: Sequence[rp_batch.Proposal], count: int) -> Sequence[int]:
+def _begins(decision: SplitDecision, proposals: Sequence[rp_batch.Proposal], count: int) -> Sequence[int]:
     """Return where a call's microbatches begin, but the first."""
-    sizes = (each.batch_size for each in proposals if each.way == division.way)
+    sizes = (each.batch_size for each in proposals if each.way == decision.way)
     size = next(sizes, None)
     return () if size is None else cuts(rp_batch.part_sizes(size, min(count, size)))
 

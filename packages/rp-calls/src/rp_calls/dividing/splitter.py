@@ -10,12 +10,12 @@ from rp_engine import Arrivals, Engine, RoundPipeRunConfig, Runtime
 from rp_sched import Mode
 from torch import nn
 
-from rp_calls.dividing.divider import ROW, Asked, Divider
+from rp_calls.dividing.divider import ROW, CallToSplit, TrialSplitter
 from rp_calls.dividing.fits import fit_rows
 from rp_calls.microbatching import (
     declared_spec,
+    has_parts,
     in_one_piece,
-    in_parts,
     knows_batch,
     num_microbatches,
 )
@@ -30,7 +30,7 @@ class CallSplitter:
         self.model = model
         self.runtime = runtime
         # None: the model says which of its arguments have samples first.
-        self._divider = None if knows_batch(model) else Divider(engine, runtime, (model,), ROW)
+        self._trial_splitter = None if knows_batch(model) else TrialSplitter(engine, runtime, (model,), ROW)
 
     def split(
         self,
@@ -53,7 +53,7 @@ class CallSplitter:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, config: RoundPipeRunConfig, mode: Mode
     ) -> bool:
         """Return whether a call gives the same split along the first dimension, as it has shown."""
-        if self._divider is None or in_parts((args, kwargs)):
+        if self._trial_splitter is None or has_parts((args, kwargs)):
             return True
         found = rp_batch.infer(args, kwargs)
         assert found.batch_size is not None
@@ -61,5 +61,7 @@ class CallSplitter:
         pattern = rp_batch.propose(args, kwargs).pattern
         proposals = rp_batch.Proposals(pattern, (rp_batch.Proposal(way, found.spec, found.batch_size),))
         fit = partial(fit_rows, len(self._engine.host.state.layers) == 1)
-        asked = Asked(self._name, None, config, (args, kwargs), lambda parts: parts, fit, is_loss=mode == "infer")
-        return self._divider.is_right(asked, proposals, count)
+        asked = CallToSplit(
+            self._name, None, config, (args, kwargs), lambda parts: parts, fit, is_loss=mode == "infer"
+        )
+        return self._trial_splitter.is_right(asked, proposals, count)

@@ -47,7 +47,7 @@ Fit = Callable[[Any, Sequence[Any], Sequence[int], Callable[[torch.Tensor], floa
 _EXCEPTIONS = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)  # pyright: ignore[reportPrivateUsage]
 
 
-class Misfit(Exception):
+class MergeMismatch(Exception):
     """No merging of the parts gives the whole; the message says where, and how far they are apart."""
 
 
@@ -60,7 +60,7 @@ class _Undecided(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundSplit:
     """The proposal that was found to be right, and the spec that merges outputs.
 
     `is_sure`: its samples differed, so that what they do to each other could be seen. `granule`: microbatches
@@ -94,7 +94,7 @@ class Trial:
     is_brief: bool
     widening: Widening | None = None
 
-    def first_that_fits(self, proposals: Sequence[rp_batch.Proposal], count: int) -> Found | str:
+    def first_that_fits(self, proposals: Sequence[rp_batch.Proposal], count: int) -> FoundSplit | str:
         """Return the first proposal whose merged outputs are the whole's, or why the likeliest one is none.
 
         `count`: of microbatches. Modules whose documentation makes an exception are in evaluation mode, and all of
@@ -112,11 +112,11 @@ class Trial:
 
     def _in_some_mode(
         self, proposals: Sequence[rp_batch.Proposal], count: int, set_back: Callable[[], None]
-    ) -> Found | str:
+    ) -> FoundSplit | str:
         with _evaluating(self.modules, _EXCEPTIONS) as is_other:
             tried = _Round(self, set_back, is_as_called=not is_other)
             found = tried.first_that_fits(proposals, count)
-            if isinstance(found, Found) or not (self._is_training() and tried.is_random()):
+            if isinstance(found, FoundSplit) or not (self._is_training() and tried.is_random()):
                 return found
         with _evaluating(self.modules, (nn.Module,)):
             return _Round(self, set_back, is_as_called=False).first_that_fits(proposals, count)
@@ -221,7 +221,7 @@ class _Round:
         # The latest comparison of the same in more bits.
         self._wide: _Round | None = None
 
-    def first_that_fits(self, proposals: Sequence[rp_batch.Proposal], count: int) -> Found | str:
+    def first_that_fits(self, proposals: Sequence[rp_batch.Proposal], count: int) -> FoundSplit | str:
         """See `Trial.first_that_fits`."""
         reasons: list[str] = []
         undecided: list[_Undecided] = []
@@ -231,14 +231,14 @@ class _Round:
             except _Undecided as error:
                 undecided.append(error)
                 continue
-            if isinstance(found, Found):
+            if isinstance(found, FoundSplit):
                 return found
             reasons.append(found)
         if undecided:
             raise undecided[0]
         return reasons[0]
 
-    def _tried(self, proposal: rp_batch.Proposal, count: int) -> Found | str:
+    def _tried(self, proposal: rp_batch.Proposal, count: int) -> FoundSplit | str:
         """Compare all rows of the batch or, where these do not fit on a device in one piece, fewer of them."""
         sizes = rp_batch.part_sizes(proposal.batch_size, min(count, proposal.batch_size))
         reason = ""
@@ -247,7 +247,7 @@ class _Round:
             try:
                 found = self._fitted(proposal, rows, sum(sizes))
                 return self._confirmed(found, sizes)
-            except Misfit as error:
+            except MergeMismatch as error:
                 return str(error)
             except Exception as error:
                 if not _lacks_memory(error):
@@ -255,10 +255,10 @@ class _Round:
                 reason = f"{class_name(error)} in one piece: {error}"
         return reason
 
-    def _confirmed(self, found: Found, sizes: Sequence[int]) -> Found:
+    def _confirmed(self, found: FoundSplit, sizes: Sequence[int]) -> FoundSplit:
         """Return how the outputs merge in a wider dtype; what was `found` if layers cannot compute in any.
 
-        Raises `Misfit` if they do not.
+        Raises `MergeMismatch` if they do not.
         """
         for dtype in self._trial.wider():
             self._wide = wide = _Round(self._trial.wide(dtype), self._set_back, is_as_called=False)
@@ -266,7 +266,7 @@ class _Round:
                 try:
                     wider = wide._fitted(found.proposal, rows, sum(sizes))
                     return replace(wider, is_sure=found.is_sure, granule=found.granule)
-                except Misfit:
+                except MergeMismatch:
                     raise
                 except Exception as error:
                     if isinstance(error, RoundPipeError) and not _lacks_memory(error):
@@ -289,21 +289,21 @@ class _Round:
             return True
         return False
 
-    def _fitted(self, proposal: rp_batch.Proposal, rows: Sequence[int], of: int) -> Found:
+    def _fitted(self, proposal: rp_batch.Proposal, rows: Sequence[int], of: int) -> FoundSplit:
         """Return how the outputs of parts of these sizes merge. They are the first rows of so many."""
         self._latest = arguments, whole = self._first_rows(proposal, sum(rows), of)
         try:
             parts = rp_batch.split(arguments, len(rows), proposal.spec, sizes=rows)
             merging = self._trial.fit(whole, self._run(parts), rows, self._trial.tolerance)
             is_sure = not are_alike(arguments, proposal.spec, sum(rows))
-            return Found(proposal, merging, is_sure, granule=math.gcd(*cuts(rows)))
+            return FoundSplit(proposal, merging, is_sure, granule=math.gcd(*cuts(rows)))
         except rp_batch.BatchError as error:
-            raise Misfit(str(error)) from None
+            raise MergeMismatch(str(error)) from None
         except Exception as error:
             if _is_apart(error):
                 raise
             # The whole ran: the parts are what the model does not take.
-            raise Misfit(f"fewer rows raise {class_name(error)}: {error}") from None
+            raise MergeMismatch(f"fewer rows raise {class_name(error)}: {error}") from None
 
     def _first_rows(self, proposal: rp_batch.Proposal, count: int, of: int) -> tuple[Any, Any]:
         """Return the arguments of the first rows, and their output in one piece."""

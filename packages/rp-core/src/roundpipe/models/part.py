@@ -11,7 +11,17 @@ from typing import Any
 
 import rp_batch
 import torch
-from rp_calls import PART, Asked, Divided, Divider, fit_any, in_parts, merged, outer_batch_size, placed
+from rp_calls import (
+    PART,
+    CallToSplit,
+    SplitCall,
+    TrialSplitter,
+    fit_any,
+    has_parts,
+    merged,
+    outer_batch_size,
+    placed,
+)
 from rp_engine import Arrivals, RoundPipeRunConfig
 from rp_engine.errors import add_note
 from rp_engine.wrapping import Entrance, prepares, unwritten
@@ -100,7 +110,7 @@ class Part(RoundPipe):
         super().__init__(_model_of(modules), name=name_of_part, **options.arguments())
         self._own("members", dict(modules))
         self._own("_whole_name", name)
-        self._own("_dividing", Divider(self.engine, self.runtime, tuple(modules.values()), PART))
+        self._own("_dividing", TrialSplitter(self.engine, self.runtime, tuple(modules.values()), PART))
         self._own("_inputs", {where: _input_name(module) for where, module in modules.items()})
 
     def _check_compute(self, model: nn.Module) -> None:
@@ -109,7 +119,7 @@ class Part(RoundPipe):
 
     members: dict[str, nn.Module]
     _whole_name: str
-    _dividing: Divider
+    _dividing: TrialSplitter
     # The name of the first argument of each member's forward.
     _inputs: dict[str, str | None]
 
@@ -141,17 +151,17 @@ class Part(RoundPipe):
             outputs = self._outputs(again, arrivals, call)
         return self._joined(outputs, again, call)
 
-    def _outputs(self, divided: Divided, arrivals: Arrivals, call: _Call) -> list[Any]:
+    def _outputs(self, divided: SplitCall, arrivals: Arrivals, call: _Call) -> list[Any]:
         """Run a call in microbatches; return their outputs."""
         with self._doubting(divided.parts):
             return self._run(self._addressed(divided.parts, call), arrivals, call.config)
 
-    def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any], arrivals: Arrivals, call: _Call) -> Divided:
+    def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any], arrivals: Arrivals, call: _Call) -> SplitCall:
         """Split a call as its settings say or, if they leave that open, as values show to be right."""
         config = call.config
-        if config.split_input is not None or in_parts((args, kwargs)):
-            return Divided(self._splitter.split(args, kwargs, arrivals, config))
-        asked = Asked(
+        if config.split_input is not None or has_parts((args, kwargs)):
+            return SplitCall(self._splitter.split(args, kwargs, arrivals, config))
+        asked = CallToSplit(
             f"{self._whole_name}.{call.name}",
             (call.name, call.asked and tuple(call.asked.counts)),
             config,
@@ -194,7 +204,7 @@ class Part(RoundPipe):
             return parts
         return rp_batch.Parts([((call.name, call.asked, *part), {}) for part in parts], sizes=parts.sizes)
 
-    def _joined(self, outputs: Any, divided: Divided, call: _Call) -> Any:
+    def _joined(self, outputs: Any, divided: SplitCall, call: _Call) -> Any:
         parts, config = divided.parts, call.config
         if call.asked is None:
             return self._merge_as(outputs, parts, config, divided.merging)

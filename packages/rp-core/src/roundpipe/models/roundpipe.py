@@ -11,14 +11,14 @@ from typing import Any, cast
 import rp_batch
 import torch
 from rp_calls import (
+    CachingLayers,
     CallSplitter,
     LossArguments,
     LossCall,
     OwnLoss,
-    Row,
     WithCaches,
-    call_loss,
     check_outputs,
+    choose_loss,
     evaluation_config,
     merged,
     num_microbatches_of_state,
@@ -39,8 +39,7 @@ from rp_engine import (
     WholeModel,
 )
 from rp_engine.wrapping import Compute, FrozenDisk, MasterKind, PinMode, check_compute
-from rp_generate import Row as GeneratingRow
-from rp_generate import generated
+from rp_generate import GeneratingLayers, generated
 from rp_optim import Disk
 from rp_packing import Fp8
 from rp_sched import LayerCost, Mode
@@ -198,7 +197,7 @@ class RoundPipe(RoundPipeBase):
             self._tell_no_cache(args, kwargs)
             self._refuse_call(kwargs)
             stays_split = config.merge_output is False
-            chosen = None if stays_split else call_loss(self.model, kwargs, None, outputs_are_loss, None)
+            chosen = None if stays_split else choose_loss(self.model, kwargs, None, outputs_are_loss, None)
             kwargs = kwargs if chosen is None else dict(chosen.kwargs)
             arrivals = Arrivals(self.runtime.backend, (args, kwargs))
             parts = self._splitter.split(args, kwargs, arrivals, config)
@@ -224,7 +223,7 @@ class RoundPipe(RoundPipeBase):
         check_call(self, self.name, args=args, kwargs=kwargs)
         self._refuse_call(kwargs)
         arrivals = Arrivals(self.runtime.backend, (args, kwargs))
-        divided = WithCaches(cast("Row", self.model), count, config.split_input)
+        divided = WithCaches(cast("CachingLayers", self.model), count, config.split_input)
         parts = divided.split(args, kwargs)
         outputs = self._engine.aside.forward_with_state(parts, arrivals, config)
         is_of_loop = self._under_way == "generate"
@@ -248,8 +247,8 @@ class RoundPipe(RoundPipeBase):
         try:
             # Each token has keys of another length, which layers would be compiled for anew.
             with torch.no_grad(), torch.compiler.set_stance("force_eager"), self._engine.aside.keeping_weights():
-                row, make_room = cast("GeneratingRow", self.model), self._engine.aside.make_room
-                dividing = partial(WithCaches, cast("Row", self.model), count, None)
+                row, make_room = cast("GeneratingLayers", self.model), self._engine.aside.make_room
+                dividing = partial(WithCaches, cast("CachingLayers", self.model), count, None)
                 return generated(model, forward, device, row, dividing, make_room, args, kwargs)
         finally:
             self._own("_under_way", before)
