@@ -422,6 +422,7 @@ def test_images_are_prepared_once_and_go_with_the_folder(folders, tmp_path, caps
 
     assert "10 images, which are in the folder, too" in capsys.readouterr().out
     assert main(["train", *tuned, "--data", str(data), "--output", str(tmp_path / "plain")]) == 0
+    assert "images a sequence on average, of " in capsys.readouterr().out
     # Too much for memory.
     monkeypatch.setattr(gathered, "_PART", 0)
     assert main(["train", *tuned, "--data", str(data), "--output", str(tmp_path / "mapped")]) == 0

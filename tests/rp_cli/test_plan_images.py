@@ -14,7 +14,7 @@ from rp_cli.main import main
 from rp_data.images.processor import Sight
 from rp_estimate.images import ImageSizes
 from rp_estimate.meta.observe import observe
-from rp_estimate.meta.towers import Patches, patches_of, with_towers
+from rp_estimate.meta.towers import Patches, Shown, patches_of, with_towers
 from transformers import AutoModelForImageTextToText
 
 
@@ -39,11 +39,12 @@ def test_a_tower_works_for_each_image_and_keeps_activations_only_if_it_is_traine
     with torch.device("meta"):
         model: Any = AutoModelForImageTextToText.from_config(vision.config("qwen3-vl"))
     plain = observe(model, 32)
-    patches = patches_of(model.config, ImageSizes(1, 16, 16))
+    single, several = (Shown.of_size(model.config, ImageSizes(count, 16, 16)) for count in (1, 3))
+    patches = single.each
 
-    one, three = (with_towers(plain, model, ImageSizes(count, 16, 16), patches).facts[0] for count in (1, 3))
+    one, three = (with_towers(plain, model, shown).facts[0] for shown in (single, several))
     model.model.visual.requires_grad_(False)
-    frozen = with_towers(plain, model, ImageSizes(1, 16, 16), patches).facts[0]
+    frozen = with_towers(plain, model, single).facts[0]
 
     before = plain.facts[0]
     added = [facts.forward_flops.each - before.forward_flops.each for facts in (one, three, frozen)]
@@ -53,6 +54,19 @@ def test_a_tower_works_for_each_image_and_keeps_activations_only_if_it_is_traine
     assert 1.5 * patches.patches * tower < added[0] < 4 * patches.patches * tower
     assert one.kept_bytes.each > before.kept_bytes.each == frozen.kept_bytes.each
     assert frozen.backward_flops == before.backward_flops
+
+
+@pytest.mark.parametrize("family", vision.FAMILIES)
+def test_images_of_data_are_counted_by_their_tokens(family):
+    config = vision.config(family)
+    each = patches_of(config, ImageSizes(1, 16, 16))
+
+    shown = Shown.of_data(config, images=6, tokens=6 * each.tokens, sequences=4)
+
+    assert shown is not None
+    assert (shown.count, shown.each) == (1.5, each)
+    assert "1.5 images a sequence on average" in shown.line
+    assert Shown.of_data(config, images=0, tokens=0, sequences=4) is None
 
 
 def test_a_plan_says_what_images_add_or_that_it_does_not_know(tmp_path, capsys):

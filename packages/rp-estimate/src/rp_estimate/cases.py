@@ -25,7 +25,7 @@ from rp_estimate.machine.hardware import (
     measured,
 )
 from rp_estimate.meta.meta_model import check_positions, model_of, packing_of
-from rp_estimate.meta.towers import patches_of
+from rp_estimate.meta.towers import Shown
 from rp_estimate.request import Request
 from rp_estimate.workload import ADAPTERS_UTILISATION, UTILISATION, Training, Workload
 
@@ -52,8 +52,8 @@ def workload_of(request: Request) -> Workload:
         drive=drive,
         frozen=drive if request.frozen == "disk" else NO_DISK,
     )
-    shown = None if images is None else (images, patches_of(cast(Any, model).config, images))
-    beside = 0 if shown is None else shown[0].count * shown[1].tokens
+    shown = None if images is None else Shown.of_size(cast(Any, model).config, images)
+    beside = 0 if images is None or shown is None else images.count * shown.each.tokens
     check_positions(model, how.sequence, beside)
     how = replace(how, sequence=how.sequence + beside)
     return Workload.of(model, how, packing_of(request.model, request.pack), shown)

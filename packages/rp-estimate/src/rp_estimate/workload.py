@@ -34,7 +34,6 @@ from rp_sched import LayerCost, Task
 from rp_transfer import Group, HostLimit, group
 from torch import nn
 
-from rp_estimate.images import ImageSizes
 from rp_estimate.machine.cards import Card
 from rp_estimate.machine.drive import NO_DISK, Drive
 from rp_estimate.machine.hardware import Machine
@@ -42,7 +41,7 @@ from rp_estimate.meta.facts import Observed
 from rp_estimate.meta.fp8_share import Fp8Share
 from rp_estimate.meta.meta_model import Packing
 from rp_estimate.meta.observe import observe
-from rp_estimate.meta.towers import Patches, told, tower_layers, with_towers
+from rp_estimate.meta.towers import Shown, tower_layers, with_towers
 from rp_estimate.optimizers import muon_state_of, state_of
 
 # The part of a card's dense bf16 rate that compiled layers reach as model operations, recomputation not counted:
@@ -141,7 +140,7 @@ class Workload:
         model: nn.Module,
         how: Training,
         packing: Packing | None = None,
-        images: tuple[ImageSizes, Patches] | None = None,
+        images: Shown | None = None,
     ) -> Workload:
         """Create the workload of a model on the meta device, whose frozen weights are packed here.
 
@@ -149,13 +148,13 @@ class Workload:
         """
         observed = observe(model, how.sequence)
         if images is not None:
-            observed = with_towers(observed, model, *images)
+            observed = with_towers(observed, model, images)
         if packing is not None:
             packing.pack(model)
         modules = observed.modules
         expanded, expansion = max(map(_expanded_bytes, modules)), max(map(expansion_bytes, modules))
         name, named = type(model).__name__, _named_otherwise(model)
-        layers, shown = (0, "") if images is None else (tower_layers(model), told(*images))
+        layers, shown = (0, "") if images is None else (tower_layers(model), images.line)
         return cls(name, named, observed, group(modules), how, expanded, expansion, _hidden(model), layers, shown)
 
     @property

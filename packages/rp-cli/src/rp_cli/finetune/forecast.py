@@ -13,6 +13,7 @@ from rp_estimate.machine.drive import NO_DISK, Drive
 from rp_estimate.machine.hardware import measured
 from rp_estimate.machine.network import ONE_MACHINE, Network
 from rp_estimate.meta.meta_model import check_positions, model_of, packing_of
+from rp_estimate.meta.towers import Shown
 from rp_estimate.workload import Training, Workload
 from rp_optim import DiskError, disk_rates
 from rp_optim.disk.file import free_bytes
@@ -30,11 +31,12 @@ def foretold(
     largest_token: int,
     vocabulary: int | None = None,
     *,
-    with_images: bool = False,
+    images: tuple[int, int, int] | None = None,
 ) -> Foretold:
     """Plan the training on this machine, with the fastest number of microbatches unless one is given.
 
-    `vocabulary`: how many tokens the model is enlarged for. `with_images`: whether the data has some.
+    `vocabulary`: how many tokens the model is enlarged for. `images`: of the data, if it has some: how many, their
+    tokens, and its sequences.
 
     Raises `Refused` for a model that cannot be created, and tokens and positions that it does not have.
     """
@@ -48,7 +50,7 @@ def foretold(
         dtype=getattr(torch, str(options.dtype)),
         pack=options.pack,
         vocabulary=vocabulary,
-        with_images=with_images,
+        with_images=images is not None,
     )
     _check_vocabulary(model, largest_token)
     check_positions(model, options.sequence)
@@ -60,7 +62,8 @@ def foretold(
         drive=drive,
         frozen=_frozen_drive(options, drive),
     )
-    workload = Workload.of(model, how, packing_of(config_file(options), options.pack))
+    shown = None if images is None else Shown.of_data(cast(Any, model).config, *images)
+    workload = Workload.of(model, how, packing_of(config_file(options), options.pack), shown)
     machine = measured(runtime, getattr(torch, str(options.dtype)))
     return foretell(Case(workload, machine, options.batch, options.num_microbatch, _network(runtime)))
 

@@ -43,6 +43,12 @@ class Data:
     notes: Sequence[str]
     sight: Sight | None = None
 
+    def images(self, placeholder: int | None) -> tuple[int, int, int]:
+        """Return how many images the data to train on has, how many tokens they take, and its samples."""
+        seen = [one for one in self.training.all if one.seen is not None]
+        tokens = 0 if placeholder is None else sum(one.tokens.count(placeholder) for one in seen)
+        return sum(len(one.seen.pictures) for one in seen if one.seen), tokens, len(self.training.all)
+
     def with_images(self, pad: int, rows: int) -> tuple[str, dict[str, Tensor]] | None:
         """Return the place of the first image to train on, and a call's arguments with its row so many times."""
         document = next((one for one in self.training.all if one.seen), None)
@@ -117,10 +123,7 @@ def _data(
 
 def _about_images(options: FineTuning, training: Documents) -> str:
     packing = "; samples are not packed, as with --no-packing, since images are not" if options.packing else ""
-    return (
-        f"{training.images:,} images, decoded for each step while the one before trains{packing}; the plan does "
-        "not count the work of a tower on them, as `roundpipe plan --images` does"
-    )
+    return f"{training.images:,} images, decoded for each step while the one before trains{packing}"
 
 
 def _sequences(

@@ -146,6 +146,14 @@ def placeholders_in(config: Path) -> frozenset[int]:
     return placeholders(config_of(config, is_stored=True))
 
 
+def placeholder_of(options: FineTuning) -> int | None:
+    """Return the token that the model replaces by a feature of an image."""
+    config = config_of(config_file(options), is_stored=True)
+    return next(
+        (getattr(config, name) for name in ("image_token_id", "image_token_index") if hasattr(config, name)), None
+    )
+
+
 def pad_of(tokenizer: Any) -> int:
     """Return the token that pads sequences; no label and no other document attends to it."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)

@@ -37,6 +37,7 @@ from rp_cli.finetune.model import (
     check_model,
     check_weights,
     pad_of,
+    placeholder_of,
     save_model,
     trained_on,
     without_bars,
@@ -258,7 +259,7 @@ def _planned(
             runtime,
             data.training.largest,
             vocabulary,
-            with_images=data.sight is not None,
+            images=None if data.sight is None else data.images(placeholder_of(options)),
         )
         text = summary(answer)
         assert answer.planned is not None

@@ -51,13 +51,47 @@ def patches_of(config: Any, images: ImageSizes) -> Patches:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The images of a sequence. `count`: how many it has, on average. `each`: what one is. `line`: for people."""
+
+    count: float
+    each: Patches
+    line: str
+
+    @classmethod
+    def of_size(cls, config: Any, images: ImageSizes) -> Shown:
+        """Return images of one size, whose tokens come beside a sequence. Raises `Refused` as `patches_of`."""
+        each = patches_of(config, images)
+        return cls(images.count, each, told(images, each))
+
+    @classmethod
+    def of_data(cls, config: Any, images: int, tokens: int, sequences: int) -> Shown | None:
+        """Return the images of data, which take so many of the tokens of all sequences.
+
+        None: there are none, or the config does not tell how many patches a token stands for.
+        """
+        if not images or not tokens:
+            return None
+        try:
+            # Any size: in whole groups of merged patches, or always the same.
+            usual = patches_of(config, ImageSizes(1, 448, 448))
+        except Refused:
+            return None
+        each = Patches(round(tokens / images * usual.patches / usual.tokens), round(tokens / images))
+        count = images / sequences
+        size = f"{each.patches:,} patches and {each.tokens:,} tokens"
+        line = f"{count:.3g} images a sequence on average, of {size} each"
+        return cls(count, each, line)
+
+
 def _number(config: Any, name: str) -> int:
     value = getattr(config, name, 0)
     return value if isinstance(value, int) else 0
 
 
-def with_towers(observed: Observed, model: nn.Module, images: ImageSizes, patches: Patches) -> Observed:
-    """Add the tower of `images` of each sequence to the part before the layers, in which the engine runs it.
+def with_towers(observed: Observed, model: nn.Module, shown: Shown) -> Observed:
+    """Add the tower of each sequence's images to the part before the layers, in which the engine runs it.
 
     Each weight counts two operations for each patch, and attention goes over all patches of an image. All that is
     kept for backward is kept at once, since the tower is one part of the row.
@@ -70,9 +104,9 @@ def with_towers(observed: Observed, model: nn.Module, images: ImageSizes, patche
             "omit it"
         )
     weights = _tower(observed, model)
-    rows = images.count * patches.patches
+    rows = round(shown.count * shown.each.patches)
     numel = sum(one.numel() for one in weights)
-    attention = _ATTENTION_FLOPS * images.count * patches.patches**2 * _width(model) * tower_layers(model)
+    attention = _ATTENTION_FLOPS * rows * shown.each.patches * _width(model) * tower_layers(model)
     trained = sum(one.numel() for one in weights if one.requires_grad)
     forward = 2 * rows * numel + attention
     backward = forward + 2 * rows * trained + attention if trained else 0
