@@ -176,6 +176,8 @@ class Weights:
         return None if found is None else found.of(memory.dtype)
 
     def _move_to_fixed(self, block: Block) -> None:
+        if block not in self._fixed:
+            return
         bound = self._bound[block]
         fixed = self._fixed_like(block, bound)
         if fixed is not None and bound is not fixed:
