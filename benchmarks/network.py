@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> bool:
             f"{first.size} machines, {options.mib} MiB of bf16, torch {torch.__version__}, {os.cpu_count()} cores"
         )
         for count, machines in every.items():
-            print(f"link measured when opened, connections {count}: {machines.link_gb_s:.2f} GB/s")
+            print(f"link measured when opened, connections {count}: {machines.network_gb_s:.2f} GB/s")
         for name, seconds in slowest.items():
             (nbytes,) = (nbytes for key, nbytes in sent.items() if name.startswith(key))
             print(f"{name:46s} {1e3 * seconds:8.1f} ms  {nbytes / seconds / 1e9:6.2f} GB/s")

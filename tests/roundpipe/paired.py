@@ -125,7 +125,7 @@ class Paired:
 
     size = 2
     connections = 1
-    link_gb_s = math.inf
+    network_gb_s = math.inf
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank = rank

@@ -224,7 +224,7 @@ WAITS = [
         "parameters are read when the last result is in them",
         "        self._updates.publish()\n        self.raise_late_errors()\n",
     ),
-    Wait("engine/capture.py", "ticket.enter()", "a checkpoint waits for those who write buffers"),
+    Wait("engine/model_read.py", "ticket.enter()", "a checkpoint waits for those who write buffers"),
     Wait(
         "engine/host_parameters.py",
         "with own_turn(block.turns, write=False):",

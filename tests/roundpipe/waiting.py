@@ -25,7 +25,7 @@ from paired import Meeting, on_both
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, save_checkpoint
 from roundpipe.optim import SGD
 from rp_engine.device import transfers
-from rp_engine.engine.capture import Captured
+from rp_engine.engine.model_read import ModelBetweenSteps
 from rp_engine.execution.stage import backpropagation
 from rp_recompute.randomness import Drawer, Randomness
 from rp_sched import Plan
@@ -1144,7 +1144,7 @@ def capture_behind(runtime: Runtime) -> None:
     model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
     found: dict[int, torch.Tensor] = {}
 
-    def read(capture: Callable[[], Captured]) -> None:
+    def read(capture: Callable[[], ModelBetweenSteps]) -> None:
         found.update((id(held.tensor), held.result.clone()) for held in capture().held)
 
     model.whole.capture(read, lambda _: None).result()

@@ -40,7 +40,7 @@ def measured(runtime: Runtime, *, double_buffer: bool) -> dict[str, Any]:
         sent.append(_moved(runtime) - before)
     report = model.memory_report(optimizer)
     (times,) = model.call_times()
-    link = {} if runtime.group is None else {"link_gb_s": runtime.group.machines.link_gb_s}
+    link = {} if runtime.group is None else {"network_gb_s": runtime.group.machines.network_gb_s}
     return {
         **link,
         "network_ms": times.network_ms,

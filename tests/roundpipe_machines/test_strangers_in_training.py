@@ -10,7 +10,7 @@ import pytest
 import torch
 from on_machines import IMPORTS
 from processes import ranks
-from rp_dist.opening.card import Card
+from rp_dist.opening.rendezvous import Rendezvous
 from strangers import attack, connect, packets, ports
 from torch import nn
 from torch.distributed import TCPStore
@@ -78,7 +78,7 @@ def test_two_hundred_packets_and_floods_change_no_loss_and_hang_no_machine() -> 
             pass
         store = TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=30), wait_for_workers=False)
         store.wait(["rp_dist/card"], timedelta(seconds=30))
-        place = ("127.0.0.1", Card.parsed(store.get("rp_dist/card")).port)
+        place = ("127.0.0.1", Rendezvous.parsed(store.get("rp_dist/card")).port)
 
         kept = [attack(place, data, way) for way, data in enumerate(packets(100))]
         kept += [connect(place) for _ in range(100)]

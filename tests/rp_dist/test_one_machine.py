@@ -47,7 +47,7 @@ def test_values_and_blocks_come_back_as_they_are(alone: Machines) -> None:
     assert torch.equal(total, kept.float())
     assert torch.equal(bits, torch.arange(10))
     assert all(work.done() and work.ended_s >= work.launched_s for work in works)
-    assert (alone.sent_bytes, alone.received_bytes, alone.link_gb_s) == (0, 0, math.inf)
+    assert (alone.sent_bytes, alone.received_bytes, alone.network_gb_s) == (0, 0, math.inf)
     assert (alone.rank, alone.size, alone.connections) == (0, 1, 1)
 
 

@@ -201,9 +201,9 @@ def test_a_secret_that_only_one_machine_has_is_named_on_both_sides(rank: int) ->
 def test_machines_with_one_secret_open_and_never_write_it_into_torchs_store() -> None:
     before = """
 os.environ['ROUNDPIPE_SECRET'] = 'one secret of all machines'
-from rp_dist.opening.card import Card
-true_text = Card.text
-Card.text = lambda card: tell(true_text(card)) or true_text(card)
+from rp_dist.opening.rendezvous import Rendezvous
+true_text = Rendezvous.text
+Rendezvous.text = lambda card: tell(true_text(card)) or true_text(card)
 """
     with ranks(f"TIMEOUT_S = 20\n{PROGRAM.format(before=before, inside='pass')}", 2) as running:
         card = running.hear(0)
@@ -215,9 +215,9 @@ Card.text = lambda card: tell(true_text(card)) or true_text(card)
 
 def test_without_a_secret_anybody_can_read_one_who_reaches_torchs_store() -> None:
     before = """
-from rp_dist.opening.card import Card
-true_text = Card.text
-Card.text = lambda card: tell(true_text(card)) or true_text(card)
+from rp_dist.opening.rendezvous import Rendezvous
+true_text = Rendezvous.text
+Rendezvous.text = lambda card: tell(true_text(card)) or true_text(card)
 """
     with ranks(f"TIMEOUT_S = 20\n{PROGRAM.format(before=before, inside='pass')}", 2) as running:
         secret = str(running.hear(0)).split()[-1]
@@ -228,7 +228,7 @@ Card.text = lambda card: tell(true_text(card)) or true_text(card)
 @pytest.mark.slow
 def test_a_machine_of_another_version_is_named_on_both_sides() -> None:
     before = "if rank:\n    from rp_dist.links import handshake\n    handshake.VERSION = 2"
-    before += "\n    from rp_dist.opening import card\n    card.VERSION = 1"
+    before += "\n    from rp_dist.opening import rendezvous\n    rendezvous.VERSION = 1"
     found = attempt(before, size=2)
     assert found[1][0] == "Disagreement"
     assert "speaks version 1 of rp-dist's protocol, and this machine version 2" in found[1][2]

@@ -43,7 +43,8 @@ def test_a_lost_machine_survives_pickling() -> None:
 @pytest.mark.slow
 def test_the_readmes_example_runs_on_two_machines() -> None:
     (block,) = [part.split("```")[0] for part in (PACKAGE / "README.md").read_text().split("```python\n")[1:]]
-    values = told(block.replace("print(", "tell([").replace("machines.link_gb_s)", "machines.link_gb_s])"), 2)
+    told_block = block.replace("print(", "tell([").replace("machines.network_gb_s)", "machines.network_gb_s])")
+    values = told(told_block, 2)
     assert [value[0] for value in values] == [[{"rank": 0}, {"rank": 1}]] * 2
     assert [value[1] for value in values] == [4000, 2000]
 

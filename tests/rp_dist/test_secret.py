@@ -10,7 +10,7 @@ import pytest
 from rp_dist import InvalidSecret, InvalidTransfer
 from rp_dist.links import interfaces
 from rp_dist.links.secret import Secret
-from rp_dist.opening.card import Card
+from rp_dist.opening.rendezvous import Rendezvous
 
 TEXT = "a secret of many bytes"
 
@@ -105,7 +105,7 @@ def test_other_mistakes_with_a_file_are_told(file: Path, monkeypatch: pytest.Mon
 
 def test_nothing_that_prints_a_secret_shows_it() -> None:
     secret = Secret(TEXT.encode(), is_own=False)
-    card = Card(None, 4000, "ab" * 16, secret)
+    card = Rendezvous(None, 4000, "ab" * 16, secret)
 
     for text in (repr(secret), repr(card), str(secret)):
         assert TEXT not in text
@@ -120,14 +120,14 @@ def test_nothing_that_prints_a_secret_shows_it() -> None:
 )  # fmt: skip
 def test_a_card_that_somebody_else_wrote_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="holds an address of rank 0 that is none"):
-        Card.parsed(text)
+        Rendezvous.parsed(text)
 
 
 def test_a_card_of_another_version_says_so() -> None:
     with pytest.raises(
         ValueError, match="rank 0 speaks version 7 of rp-dist's protocol, and this machine version 1"
     ):
-        Card.parsed("rp-dist 7 - 4000 " + "a" * 32 + " -")
+        Rendezvous.parsed("rp-dist 7 - 4000 " + "a" * 32 + " -")
 
 
 # Where to listen

@@ -12,7 +12,7 @@ from threading import Event
 import pytest
 from processes import Ranks, ranks
 from rp_dist.links.secret import Secret
-from rp_dist.opening.card import Card
+from rp_dist.opening.rendezvous import Rendezvous
 from strangers import HELLO, HOSTILE_JSON, attack, connect, dripping, files, greet_with, packets, ports
 from torch.distributed import TCPStore
 
@@ -56,7 +56,7 @@ def opening(timeout_s: float = 60.0, **environment: str):
     return ranks(code, 2, **{"ROUNDPIPE_SECRET": KEY, **environment})
 
 
-def card_of(running: Ranks) -> Card:
+def card_of(running: Ranks) -> Rendezvous:
     """The card of rank 0, as anybody can read it who reaches MASTER_PORT."""
     assert running.hear_all() == ["opens", "waits"]
     port = int(running.environment["MASTER_PORT"])
@@ -65,7 +65,7 @@ def card_of(running: Ranks) -> Card:
     sock.close()
     store = TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=30), wait_for_workers=False)
     store.wait(["rp_dist/card"], timedelta(seconds=30))
-    return Card.parsed(store.get("rp_dist/card"))
+    return Rendezvous.parsed(store.get("rp_dist/card"))
 
 
 def let_in(running: Ranks) -> list[float]:
@@ -226,7 +226,8 @@ def test_a_poisoned_store_leads_no_machine_with_a_secret_astray() -> None:
         port = int(running.environment["MASTER_PORT"])
         store = TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=30), wait_for_workers=False)
 
-        for text in ("x" * 100_000, "[" * 60_000, Card("192.0.2.1", 9, card.run, None).text()[:40], "", "\0"):
+        cut = Rendezvous("192.0.2.1", 9, card.run, None).text()[:40]
+        for text in ("x" * 100_000, "[" * 60_000, cut, "", "\0"):
             store.set("rp_dist/card", text)
         running.send(1, signal.SIGUSR1)
         kind, words, seconds = running.hear(1)

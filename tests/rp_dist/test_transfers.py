@@ -154,7 +154,7 @@ for connections in (1, None, 2):
     with Machines.open(connections=connections, timeout_s=20) as machines:
         block = torch.full((10,), float(rank))
         machines.gather(block, 1, tag=0).wait()
-        assert block[0] == 1 and machines.link_gb_s > 0 and machines.connections >= (connections or 1)
+        assert block[0] == 1 and machines.network_gb_s > 0 and machines.connections >= (connections or 1)
         assert machines.sent_bytes == (40 if rank == 1 else 0)
 import torch.distributed as dist
 assert not dist.is_initialized()

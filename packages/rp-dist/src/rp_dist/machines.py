@@ -44,13 +44,13 @@ class Machines:
     dies, hangs, loses its link or fails, all calls on all others raise `MachineLost` within `timeout_s`, and so
     does every later call.
 
-    `link_gb_s`: GB/s that the slowest machine sends while it receives as much, measured at opening; infinite for
-    one machine. `sent_bytes`, `received_bytes`: bytes of blocks since opening.
+    `network_gb_s`: GB/s that the slowest machine sends while it receives as much, measured at opening; infinite
+    for one machine. `sent_bytes`, `received_bytes`: bytes of blocks since opening.
     """
 
-    def __init__(self, control: Control, wire: Wire, link_gb_s: float, chunk_bytes: int) -> None:
+    def __init__(self, control: Control, wire: Wire, network_gb_s: float, chunk_bytes: int) -> None:
         self.rank, self.size = control.rank, control.size
-        self.link_gb_s = link_gb_s
+        self.network_gb_s = network_gb_s
         self._control, self._wire = control, wire
         self._chunk_bytes = chunk_bytes
         self._is_closed = False

@@ -2,6 +2,6 @@
 
 from rp_state.master import is_split, published, reading
 
-from rp_engine.engine.capture import Captured, Held
+from rp_engine.engine.model_read import ModelBetweenSteps, ModelTensor
 
-__all__ = ["Captured", "Held", "is_split", "published", "reading"]
+__all__ = ["ModelBetweenSteps", "ModelTensor", "is_split", "published", "reading"]

@@ -32,7 +32,7 @@ class MachineGroup:
         if self.size > 1:
             _LOG.info(
                 "machine %d of %d: each sends %.3g GB/s and receives as much, over %d connections to each other",
-                *(self.rank, self.size, machines.link_gb_s, machines.connections),
+                *(self.rank, self.size, machines.network_gb_s, machines.connections),
             )
         self.calls = Talk(machines, 0)
         self.steps = Talk(machines, 1)

@@ -41,9 +41,9 @@ class Several:
         self._calls = self._group.calls
 
     @property
-    def link_gb_s(self) -> float:
+    def network_gb_s(self) -> float:
         """What each machine sends to the others, and receives meanwhile, measured when they connected."""
-        return self.machines.link_gb_s
+        return self.machines.network_gb_s
 
     def refuse(self, words: str) -> None:
         """Raise `AloneOnly`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from rp_engine.saving import Held, is_split
+from rp_engine.saving import ModelTensor, is_split
 from rp_optim import SplitMaster
 
 from rp_checkpoint.files.tensor_file import sample
@@ -11,12 +11,12 @@ from rp_checkpoint.loading.differences import Notes
 from rp_checkpoint.loading.opened import Opened
 
 
-def master_of(held: Held | None) -> torch.nn.Parameter | None:
+def master_of(held: ModelTensor | None) -> torch.nn.Parameter | None:
     return None if held is None else held.master
 
 
 def load_tensor(
-    opened: Opened, name: str, tensor: torch.Tensor, held: Held | None, notes: Notes, *, is_behind: bool
+    opened: Opened, name: str, tensor: torch.Tensor, held: ModelTensor | None, notes: Notes, *, is_behind: bool
 ) -> None:
     entry = opened.description["tensors"][name]
     value = tensor.data if held is None else held.value

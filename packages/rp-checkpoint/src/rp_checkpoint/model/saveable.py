@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from rp_engine import Runtime
-from rp_engine.saving import Captured, Held
+from rp_engine.saving import ModelBetweenSteps, ModelTensor
 from rp_optim.jobs import Outcome
 
 from rp_checkpoint.model.facts import ModelFacts
@@ -16,10 +16,10 @@ from rp_checkpoint.model.layout import CheckpointLayout
 class Places(Protocol):
     """The places that a checkpoint is loaded into, while the caller holds the launch lock.
 
-    Call `begin`, `refuse_training`, write weights and masters, then `end`. `is_behind`: see `Captured`.
+    Call `begin`, `refuse_training`, write weights and masters, then `end`. `is_behind`: see `ModelBetweenSteps`.
     """
 
-    def begin(self, *, is_behind: bool) -> tuple[Held, ...]:
+    def begin(self, *, is_behind: bool) -> tuple[ModelTensor, ...]:
         """Wait for all work, and return the places."""
         ...
 
@@ -41,7 +41,7 @@ class Whole(Protocol):
         ...
 
     def capture(
-        self, read: Callable[[Callable[[], Captured]], None], note: Callable[[Outcome[None]], None]
+        self, read: Callable[[Callable[[], ModelBetweenSteps]], None], note: Callable[[Outcome[None]], None]
     ) -> Outcome[None]:
         """Queue a reader behind the steps launched so far; the next step waits until it has returned."""
         ...

@@ -14,7 +14,7 @@ from pathlib import Path
 from rp_engine import Runtime
 from rp_engine.connecting import ALONE
 from rp_engine.errors import RoundPipeError, in_words
-from rp_engine.saving import Captured
+from rp_engine.saving import ModelBetweenSteps
 from rp_errors import warn_user
 from rp_optim.jobs import Outcome, Worker
 
@@ -99,7 +99,7 @@ class SavingCheckpoint:
 
     # On the optimizer's thread
 
-    def _read(self, buffer_bytes: int, shard_bytes: int, capture: Callable[[], Captured]) -> None:
+    def _read(self, buffer_bytes: int, shard_bytes: int, capture: Callable[[], ModelBetweenSteps]) -> None:
         phase, snapshot = "the folder", self._snapshot
         assert snapshot is not None
         is_submitted = False

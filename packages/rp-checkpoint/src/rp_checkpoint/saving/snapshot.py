@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from rp_engine.saving import Captured, Held, is_split, published, reading
+from rp_engine.saving import ModelBetweenSteps, ModelTensor, is_split, published, reading
 from rp_optim import Deferred
 from rp_optim.host import HostOptimizer
 
@@ -42,7 +42,7 @@ class Snapshot:
     description: dict[str, Any] = field(default_factory=dict[str, Any])
     adapters: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     has_gradients: bool = False
-    _held: dict[str, Held] = field(default_factory=dict[str, Held])
+    _held: dict[str, ModelTensor] = field(default_factory=dict[str, ModelTensor])
     _is_behind: bool = False
     _values: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     _states: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -50,7 +50,7 @@ class Snapshot:
 
     # While the training loop waits
 
-    def note_small(self, captured: Captured) -> None:
+    def note_small(self, captured: ModelBetweenSteps) -> None:
         """Read all small values, and note which large tensors there are.
 
         Raises `CheckpointError` for values that a checkpoint cannot hold and for parameters of other models.
@@ -124,7 +124,7 @@ class Snapshot:
             if held.master is not None and not held.master.is_meta:
                 yield name, held.master
 
-    def _owns(self, held: Held) -> bool:
+    def _owns(self, held: ModelTensor) -> bool:
         """Return whether this machine saves the tensor."""
         return held.owner == self.shared.rank
 
@@ -201,7 +201,7 @@ class Snapshot:
             entry["sample"] = sample(held.value)
         return entry
 
-    def _equals_export(self, held: Held) -> bool:
+    def _equals_export(self, held: ModelTensor) -> bool:
         if held.master is None or held.master.dtype != held.value.dtype:
             return False
         return self._is_behind or bool(torch.equal(held.master, held.value))
@@ -260,7 +260,7 @@ class Snapshot:
                 self.adapters[name] = self._adapter(name, held)
         self.adapters |= {name: self.adapters[first] for name, first in self.layout.dropped.items()}
 
-    def _adapter(self, name: str, held: Held) -> torch.Tensor:
+    def _adapter(self, name: str, held: ModelTensor) -> torch.Tensor:
         dtype = self.layout.unrounded.get(name)
         if dtype is None or held.master is None:
             return self._final_tensor(name).to(dtype, copy=True)
@@ -275,13 +275,13 @@ class Snapshot:
                 )
 
 
-def _outside(tensor: torch.Tensor) -> Held:
+def _outside(tensor: torch.Tensor) -> ModelTensor:
     """Copy a tensor that the engine does not know, such as a buffer of a module on the host."""
     kind = "buffer" if not isinstance(tensor, torch.nn.Parameter) else "frozen"
-    return Held(tensor, kind, tensor.detach().clone(), None)
+    return ModelTensor(tensor, kind, tensor.detach().clone(), None)
 
 
-def _master(name: str, held: Held) -> Source:
+def _master(name: str, held: ModelTensor) -> Source:
     """Return the source of a whole master in its dtype; halves are joined part by part."""
     assert held.master is not None
     master = held.master
@@ -299,7 +299,7 @@ def _state(name: str, tensor: Tensor) -> Source:
     return deferred_source(name, tensor) if isinstance(tensor, Deferred) else source_of(name, tensor)
 
 
-def _value(name: str, held: Held) -> Source:
+def _value(name: str, held: ModelTensor) -> Source:
     return source_of(name, held.value)
 
 

@@ -36,7 +36,7 @@ def env(options: EnvOptions, processes: Processes | None = None) -> None:
 def _network(processes: Processes | None) -> Iterator[Section]:
     """Yield the rate of the network, measured when the machines connected."""
     if processes is not None and processes.machines is not None:
-        rate, connections = processes.machines.link_gb_s, processes.machines.connections
+        rate, connections = processes.machines.network_gb_s, processes.machines.connections
         words = f"{rate:.3g} GB/s from each and as much to it, over {connections} connections to each other"
         link = {"gb_s": rate, "connections": connections}
         yield Section("machines", (Fact("number", processes.size), Fact("network", link, words)))

@@ -100,7 +100,7 @@ def _measured(flag: str, directories: list[str], rated_tb: float) -> Drive:
 def _network(runtime: Runtime) -> Network:
     """Return the network as measured when the machines connected, the same on all."""
     peers = runtime.peers
-    return ONE_MACHINE if peers.is_alone else Network(peers.size, peers.link_gb_s)
+    return ONE_MACHINE if peers.is_alone else Network(peers.size, peers.network_gb_s)
 
 
 def _check_vocabulary(model: torch.nn.Module, largest_token: int) -> None:

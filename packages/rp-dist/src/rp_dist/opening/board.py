@@ -1,4 +1,4 @@
-"""`Board`: torch's store at MASTER_PORT, in which the first machine leaves its card and others read it.
+"""`Board`: torch's store at MASTER_PORT, in which the first machine leaves its rendezvous and others read it.
 
 It serves for nothing else, and the first machine's own one ends when all have come: anybody who reaches its port
 can read and write it, and take its connections.
@@ -38,7 +38,7 @@ class Board:
         self._store = None
 
     def read(self) -> str:
-        """Return the card, as soon as there is one. Raises `TimeoutError` at the deadline."""
+        """Return the rendezvous, as soon as there is one. Raises `TimeoutError` at the deadline."""
         while True:
             try:
                 if self._store is None:
@@ -51,7 +51,7 @@ class Board:
                 time.sleep(_POLL_S)
 
     def replace(self, old: str, new: str) -> str:
-        """On rank 0: replace the card `old` (empty: none) by another one; return the card that is there now."""
+        """On rank 0: replace the rendezvous `old` (empty: none) by another one; return that which is there now."""
         if self._store is None:
             self._store = self._host()
         return self._store.compare_set(_CARD, old, new).decode(errors="replace")

@@ -17,9 +17,9 @@ from rp_dist.groups import Group
 from rp_dist.links import handshake, interfaces
 from rp_dist.links.secret import Secret
 from rp_dist.opening.board import Board
-from rp_dist.opening.card import Card
 from rp_dist.opening.groups import open_group
 from rp_dist.opening.membership import Membership
+from rp_dist.opening.rendezvous import Rendezvous
 
 _Result = TypeVar("_Result")
 _POLL_S = 0.02
@@ -62,7 +62,7 @@ class Opening:
         return control
 
     def _host(self, control: Control, board: Board) -> None:
-        """On rank 0: publish the card and wait for the others."""
+        """On rank 0: publish the rendezvous and wait for the others."""
         control.listen(interfaces.of_first(self.place.host))
         control.start()
         self.bounded(lambda: self._publish(control, board), control, 0)
@@ -71,23 +71,24 @@ class Opening:
 
     def _publish(self, control: Control, board: Board) -> None:
         address, port = control.place
-        card = Card(address or None, port, control.run, None if control.secret.is_own else control.secret)
+        secret = None if control.secret.is_own else control.secret
+        rendezvous = Rendezvous(address or None, port, control.run, secret)
         if dist.is_initialized():
-            dist.broadcast_object_list([card.text()], src=0)
+            dist.broadcast_object_list([rendezvous.text()], src=0)
             return
-        found = board.replace("", card.text())
-        while found != card.text():
+        found = board.replace("", rendezvous.text())
+        while found != rendezvous.text():
             self._check_ended(found)
-            found = board.replace(found, card.text())
+            found = board.replace(found, rendezvous.text())
 
     def _check_ended(self, text: str) -> None:
-        """Raise `Disagreement` if the rank 0 that has left a card still waits for its machines."""
+        """Raise `Disagreement` if the rank 0 that has left a rendezvous still waits for its machines."""
         try:
-            card = Card.parsed(text)
-            sock = self._reach(card, _ALIVE_S)
+            rendezvous = Rendezvous.parsed(text)
+            sock = self._reach(rendezvous, _ALIVE_S)
         except (ValueError, OSError):
             return  # of an earlier start
-        other = Control(0, self.place.size, self.timeout_s, card.run, self._own_secret or card.secret)
+        other = Control(0, self.place.size, self.timeout_s, rendezvous.run, self._own_secret or rendezvous.secret)
         try:
             # Whoever it is learns from this hello that there are two.
             other.connect(sock, 0, time.monotonic() + self.left_s())
@@ -120,14 +121,14 @@ class Opening:
     def _connect_first(self, control: Control, board: Board) -> None:
         problem = ""
         while True:
-            text = self.bounded(lambda: self._read_card(board), control, 0, problem)
-            # The store may hold the card of an earlier start. Then nobody answers, and rank 0 will replace it.
+            text = self.bounded(lambda: self._read_rendezvous(board), control, 0, problem)
+            # The store may hold the rendezvous of an earlier start. Then nobody answers, and rank 0 replaces it.
             try:
-                card = Card.parsed(text)
-                sock = self._reach(card, self.left_s())
+                rendezvous = Rendezvous.parsed(text)
+                sock = self._reach(rendezvous, self.left_s())
                 self._listen(control, sock)
-                control.run = card.run
-                control.secret = self._own_secret or card.secret or Secret.made()
+                control.run = rendezvous.run
+                control.secret = self._own_secret or rendezvous.secret or Secret.made()
                 control.connect(sock, 0, self.deadline_s)
             except (OSError, ValueError) as error:
                 problem = f"; before, this went wrong: {error}"
@@ -142,9 +143,9 @@ class Opening:
             board.close()
             time.sleep(_POLL_S)
 
-    def _reach(self, card: Card, seconds: float) -> socket.socket:
-        host = card.address or self.place.host
-        return socket.create_connection((host, card.port), timeout=min(seconds, handshake.CONNECT_S))
+    def _reach(self, rendezvous: Rendezvous, seconds: float) -> socket.socket:
+        host = rendezvous.address or self.place.host
+        return socket.create_connection((host, rendezvous.port), timeout=min(seconds, handshake.CONNECT_S))
 
     def _listen(self, control: Control, sock: socket.socket) -> None:
         address = interfaces.chosen() or interfaces.local_end(sock)
@@ -180,12 +181,12 @@ class Opening:
         control.give_up(ranks[0], f"it did not come within {self.timeout_s:.3g} s{others}{hint}")
         control.raise_error()
 
-    def _read_card(self, board: Board) -> str:
+    def _read_rendezvous(self, board: Board) -> str:
         if not dist.is_initialized():
             return board.read()
-        cards: list[Any] = [None]
-        dist.broadcast_object_list(cards, src=0)
-        return str(cards[0])
+        texts: list[Any] = [None]
+        dist.broadcast_object_list(texts, src=0)
+        return str(texts[0])
 
     def bounded(self, do: Callable[[], _Result], control: Control, culprit: int, problem: str = "") -> _Result:
         """Run `do` on a thread until the deadline, since some calls of torch have no timeout; return its result.

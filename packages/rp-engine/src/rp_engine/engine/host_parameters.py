@@ -17,9 +17,9 @@ from rp_telemetry.tracing import Tracer
 from rp_transfer import Ticket
 from torch import nn
 
-from rp_engine.engine.capture import Capture
 from rp_engine.engine.host_gradients import HostGradients
 from rp_engine.engine.memory.memory_check import HostMemoryCheck
+from rp_engine.engine.model_read import ModelRead
 from rp_engine.engine.under_way import Launched, UnderWay
 from rp_engine.errors import AloneOnly, add_note, in_words
 from rp_engine.optimizer.model_step import ModelStep
@@ -142,14 +142,14 @@ class HostParameters:
         self.gradients.note_stepped()
         return self._updates.prepare(take, is_async=False, gradients=gradients)
 
-    def prepare_capture(self, take: Take) -> Capture:
+    def prepare_model_read(self, take: Take) -> ModelRead:
         """Take a reader's turn of all blocks, after taking over what was written outside."""
         self.raise_late_errors()
         self.state.health.refuse_failed_step()
         self.refresh()
         blocks = {block: take(block.turns, write=False) for block in self.state.blocks}
         has_gradients = bool(self.gradients.additions)
-        return Capture(self.state, blocks, has_gradients=has_gradients, results=self._updates.results)
+        return ModelRead(self.state, blocks, has_gradients=has_gradients, results=self._updates.results)
 
     def submit_step(self, job: Callable[[Tracer], None]) -> Outcome[None]:
         """Queue a step's job."""
@@ -215,7 +215,7 @@ class HostParameters:
         self.state.health.forget_mixed()
 
     def restored(self, *, is_behind: bool) -> None:
-        """Drop gradients and go on from the values that the caller wrote. `is_behind`: see `Captured`."""
+        """Drop gradients and go on from the values that the caller wrote. `is_behind`: see `ModelBetweenSteps`."""
         self.gradients.drop_all()
         for block in self.state.trainable:
             block.begin_results()

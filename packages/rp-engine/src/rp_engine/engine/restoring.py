@@ -9,10 +9,10 @@ import torch
 from rp_state.master import set_values
 from rp_state.model_state import ModelState
 
-from rp_engine.engine.capture import Held, held_by
 from rp_engine.engine.host_parameters import HostParameters
 from rp_engine.engine.memory.memory_check import HostMemoryCheck
 from rp_engine.engine.memory.second_blocks import decide, want_for_restoring
+from rp_engine.engine.model_read import ModelTensor, held_by
 from rp_engine.runtime.runtime import Runtime
 
 
@@ -65,10 +65,10 @@ class Restoring:
 
     # A checkpoint
 
-    def begin(self, *, is_behind: bool) -> tuple[Held, ...]:
+    def begin(self, *, is_behind: bool) -> tuple[ModelTensor, ...]:
         """Wait for all work; return the places that the caller loads a checkpoint into.
 
-        `is_behind`: see `Captured`.
+        `is_behind`: see `ModelBetweenSteps`.
 
         Raises `HostMemoryShort` if the masters and second blocks that this takes do not fit.
         """
@@ -104,7 +104,7 @@ class Restoring:
         self._carry_out(refuse)
 
     def end(self, *, is_behind: bool) -> None:
-        """Go on from the weights and masters that the caller has written. `is_behind`: see `Captured`."""
+        """Go on from the weights and masters that the caller has written. `is_behind`: see `ModelBetweenSteps`."""
         self._carry_out(lambda host: host.restored(is_behind=is_behind))
 
     def _carry_out(self, do: Callable[[HostParameters], None]) -> None:

@@ -19,12 +19,12 @@ from rp_transfer import Ticket
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from rp_engine.engine.capture import Captured, run_capture
 from rp_engine.engine.host_parameters import HostParameters
 from rp_engine.engine.memory.forecast import MemoryForecast
 from rp_engine.engine.memory.memory_check import HostMemoryCheck
 from rp_engine.engine.memory.report import MemoryReport, memory_report
 from rp_engine.engine.memory.second_blocks import agree, decide, decided, want_for_step
+from rp_engine.engine.model_read import ModelBetweenSteps, run_model_read
 from rp_engine.engine.restoring import Restoring
 from rp_engine.errors import RoundPipeError
 from rp_engine.optimizer.model_step import ModelStep
@@ -227,21 +227,21 @@ class WholeModel:
         return self._runtime.visit(lambda: dict(item for host in self.hosts for item in host.results().items()))
 
     def capture(
-        self, read: Callable[[Callable[[], Captured]], None], note: Callable[[Outcome[None]], None]
+        self, read: Callable[[Callable[[], ModelBetweenSteps]], None], note: Callable[[Outcome[None]], None]
     ) -> Outcome[None]:
         """Queue a reader of the whole model after the steps launched so far; the next step waits for it.
 
-        `read`: see `run_capture`; called once, and must not raise. `note`: called with the result on the launcher,
-        which Ctrl-C does not enter. A call of another thread is waited for.
+        `read`: see `run_model_read`; called once, and must not raise. `note`: called with the result on the
+        launcher, which Ctrl-C does not enter. A call of another thread is waited for.
         """
         return self._runtime.visit(partial(self._capture, read, note))
 
     def _capture(
-        self, read: Callable[[Callable[[], Captured]], None], note: Callable[[Outcome[None]], None]
+        self, read: Callable[[Callable[[], ModelBetweenSteps]], None], note: Callable[[Outcome[None]], None]
     ) -> Outcome[None]:
         with in_call("checkpoint", self.name), taking_tickets() as take:
-            captures = [host.prepare_capture(take) for host in self.hosts]
-            queued = self.hosts[0].submit_step(partial(run_capture, self.name, captures, read))
+            model_reads = [host.prepare_model_read(take) for host in self.hosts]
+            queued = self.hosts[0].submit_step(partial(run_model_read, self.name, model_reads, read))
             note(queued)
             return queued
 

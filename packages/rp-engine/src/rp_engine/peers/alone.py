@@ -35,7 +35,7 @@ class Alone:
     rank: int = 0
     size: int = 1
     is_alone: bool = True
-    link_gb_s: float = math.inf
+    network_gb_s: float = math.inf
 
     def refuse(self, words: str) -> None:
         """Refuse nothing."""

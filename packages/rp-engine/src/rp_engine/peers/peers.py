@@ -87,7 +87,7 @@ class Peers(Protocol):
     def is_alone(self) -> bool: ...
 
     @property
-    def link_gb_s(self) -> float:
+    def network_gb_s(self) -> float:
         """What each machine sends to the others, and receives meanwhile, in GB/s."""
         ...
 

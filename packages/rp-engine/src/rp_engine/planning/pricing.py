@@ -124,7 +124,7 @@ class Pricing:
             (block.tensors, gradient_itemsize(block, spans), block.layout.dtype.itemsize)
             for block in self._state.trainable
         )
-        return traffic / (self._runtime.peers.link_gb_s * 1e6)
+        return traffic / (self._runtime.peers.network_gb_s * 1e6)
 
     @property
     def devices(self) -> int:

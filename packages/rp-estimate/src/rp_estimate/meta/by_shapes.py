@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rp_presets import lists_of_layers
 from torch import Tensor, nn
 
-from rp_estimate.meta.facts import Growth, Holder, LayerFacts, Observed, itemsize
+from rp_estimate.meta.facts import Growth, Holder, LayerAmounts, Observed, itemsize
 
 
 def by_shapes(model: nn.Module, sequence: int) -> Observed:
@@ -26,7 +26,7 @@ def by_shapes(model: nn.Module, sequence: int) -> Observed:
     facts = [_guessed(list(layer.parameters()), sequence, width, experts) for layer in layers]
     last = _guessed(head, sequence, width, 1.0)
     return Observed(
-        (LayerFacts(boundary_bytes=sequence * width), *facts, last),
+        (LayerAmounts(boundary_bytes=sequence * width), *facts, last),
         (Holder(rest or head), *layers, Holder(head)),
         hidden,
         vocabulary,
@@ -34,7 +34,7 @@ def by_shapes(model: nn.Module, sequence: int) -> Observed:
     )
 
 
-def _guessed(tensors: Sequence[Tensor], sequence: int, width: int, experts: float) -> LayerFacts:
+def _guessed(tensors: Sequence[Tensor], sequence: int, width: int, experts: float) -> LayerAmounts:
     """Guess two operations for each element and token; a matrix's input and its output are kept for backward."""
     matrices = [tensor for tensor in tensors if tensor.ndim > 1]
     used = [math.prod(tensor.shape) * (experts if tensor.ndim > 2 else 1.0) for tensor in matrices]
@@ -43,7 +43,7 @@ def _guessed(tensors: Sequence[Tensor], sequence: int, width: int, experts: floa
     backward = forward + int(2 * sequence * trained)
     rows = sum((tensor.shape[-2] + tensor.shape[-1]) * tensor.element_size() for tensor in matrices)
     kept = Growth(2 * sequence * rows)
-    return LayerFacts(Growth(forward), Growth(backward), sequence * width, kept, (kept,))
+    return LayerAmounts(Growth(forward), Growth(backward), sequence * width, kept, (kept,))
 
 
 def _experts_share(config: object) -> float:

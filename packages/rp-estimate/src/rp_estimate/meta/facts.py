@@ -30,7 +30,7 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerFacts:
+class LayerAmounts:
     """The operations and bytes of a layer.
 
     `forward_flops`, `backward_flops`: floating-point operations. `boundary_bytes`: of its output for one sequence.
@@ -59,7 +59,7 @@ class Observed:
     Otherwise operations are two for each element of a matrix and token, and activations are guessed from widths.
     """
 
-    facts: tuple[LayerFacts, ...]
+    facts: tuple[LayerAmounts, ...]
     modules: tuple[nn.Module, ...]
     hidden: int
     vocabulary: int

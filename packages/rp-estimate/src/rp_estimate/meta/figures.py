@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rp_estimate.meta.facts import Growth, LayerFacts
+from rp_estimate.meta.facts import Growth, LayerAmounts
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a part of a row takes for one number of sequences; see `LayerFacts`."""
+    """What a part of a row takes for one number of sequences; see `LayerAmounts`."""
 
     forward_flops: int = 0
     backward_flops: int = 0
@@ -19,7 +19,7 @@ class Figures:
     held_bytes: Sequence[int] = ()
 
 
-def growing(one: Figures, two: Figures) -> LayerFacts:
+def growing(one: Figures, two: Figures) -> LayerAmounts:
     """Return the facts of a part, from its figures for one sequence and for two."""
     forward, backward, kept = (
         Growth.through(getattr(one, name), getattr(two, name))
@@ -31,7 +31,7 @@ def growing(one: Figures, two: Figures) -> LayerFacts:
     else:
         # Code that runs once for each sequence: nothing is known to be shared.
         held = [Growth(max(one.held_bytes) - one.kept_bytes)]
-    return LayerFacts(forward, backward, one.boundary_bytes, kept, _most(held))
+    return LayerAmounts(forward, backward, one.boundary_bytes, kept, _most(held))
 
 
 def _most(held: Sequence[Growth]) -> tuple[Growth, ...]:

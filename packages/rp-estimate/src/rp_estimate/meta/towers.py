@@ -10,7 +10,7 @@ from rp_trainer.errors import Refused
 from torch import Tensor, nn
 
 from rp_estimate.images import ImageSizes
-from rp_estimate.meta.facts import Growth, LayerFacts, Observed
+from rp_estimate.meta.facts import Growth, LayerAmounts, Observed
 
 _PATCHES = ("spatial_merge_size", "merge_size")
 # Attention multiplies twice, at two operations each: queries with keys, and weights with values.
@@ -118,8 +118,8 @@ def with_towers(observed: Observed, model: nn.Module, shown: Shown) -> Observed:
     )
 
 
-def _added(facts: LayerFacts, forward: int, backward: int, kept: int, working: int) -> LayerFacts:
-    return LayerFacts(
+def _added(facts: LayerAmounts, forward: int, backward: int, kept: int, working: int) -> LayerAmounts:
+    return LayerAmounts(
         _more(facts.forward_flops, forward),
         _more(facts.backward_flops, backward),
         facts.boundary_bytes,

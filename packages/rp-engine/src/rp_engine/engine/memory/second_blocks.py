@@ -65,7 +65,7 @@ def want_for_step(name: str, state: ModelState, *, is_async: bool) -> None:
 def want_for_restoring(state: ModelState, *, is_behind: bool) -> None:
     """Ask for second blocks if halves of masters are loaded whose result calls do not read yet.
 
-    Unless the user wants none. `is_behind`: see `Captured`.
+    Unless the user wants none. `is_behind`: see `ModelBetweenSteps`.
     """
     if is_behind and state.may_be_behind():
         state.double_buffer = True

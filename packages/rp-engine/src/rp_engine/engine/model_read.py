@@ -17,7 +17,7 @@ from rp_engine.peers.step import Results
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ModelTensor:
     """A parameter or buffer of a model and where its values are.
 
     `tensor`: the model's own. `value`: what calls read, of any strides. `master`: what optimizers update, if it is
@@ -36,20 +36,20 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class ModelBetweenSteps:
     """A whole model between two steps.
 
     `is_behind`: calls do not read the last step's result yet, which the masters have. `has_gradients`: calls were
     launched since the last step that leave some.
     """
 
-    held: tuple[Held, ...]
+    held: tuple[ModelTensor, ...]
     is_behind: bool
     has_gradients: bool
 
 
-class Capture:
-    """One model's turns as a reader of all blocks, taken at launch. For the rest see `Captured`."""
+class ModelRead:
+    """One model's turns as a reader of all blocks, taken at launch. For the rest see `ModelBetweenSteps`."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class Capture:
             ticket.leave()
 
 
-def held_by(states: Iterable[ModelState], *, is_behind: bool = False) -> Iterator[Held]:
-    """All tensors of these models that are in blocks. `is_behind`: see `Captured`."""
+def held_by(states: Iterable[ModelState], *, is_behind: bool = False) -> Iterator[ModelTensor]:
+    """All tensors of these models that are in blocks. `is_behind`: see `ModelBetweenSteps`."""
     for state in states:
         for block in state.blocks:
             # A parameter that was frozen later keeps a master that nothing uses.
@@ -95,11 +95,14 @@ def held_by(states: Iterable[ModelState], *, is_behind: bool = False) -> Iterato
             for tensor, value, result in zip(block.tensors, block.values, results, strict=True):
                 owner = state.shards.owner(tensor) if block.kind == "trainable" else 0
                 is_master = state.options.master == "split" and block.back is None and can_split(value)
-                yield Held(tensor, block.kind, value, masters.get(tensor), result, owner, is_master)
+                yield ModelTensor(tensor, block.kind, value, masters.get(tensor), result, owner, is_master)
 
 
-def run_capture(
-    name: str, captures: Sequence[Capture], read: Callable[[Callable[[], Captured]], None], tracer: Tracer
+def run_model_read(
+    name: str,
+    model_reads: Sequence[ModelRead],
+    read: Callable[[Callable[[], ModelBetweenSteps]], None],
+    tracer: Tracer,
 ) -> None:
     """Have `read` called, on the optimizer's thread; the next step, and publications, wait until it returns.
 
@@ -108,18 +111,18 @@ def run_capture(
     """
     try:
         with tracer.on_host(OPTIMIZER, "wait", f"checkpoint of {name}", reason="checkpoint"):
-            read(partial(_entered, captures))
+            read(partial(_entered, model_reads))
     finally:
-        for capture in captures:
-            capture.leave()
+        for one in model_reads:
+            one.leave()
 
 
-def _entered(captures: Sequence[Capture]) -> Captured:
-    for capture in captures:
-        capture.enter()
-    is_behind = any(capture.is_behind for capture in captures)
-    return Captured(
-        tuple(held_by((capture.state for capture in captures), is_behind=is_behind)),
+def _entered(model_reads: Sequence[ModelRead]) -> ModelBetweenSteps:
+    for one in model_reads:
+        one.enter()
+    is_behind = any(one.is_behind for one in model_reads)
+    return ModelBetweenSteps(
+        tuple(held_by((one.state for one in model_reads), is_behind=is_behind)),
         is_behind=is_behind,
-        has_gradients=any(capture.has_gradients for capture in captures),
+        has_gradients=any(one.has_gradients for one in model_reads),
     )

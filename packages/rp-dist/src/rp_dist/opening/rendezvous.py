@@ -1,4 +1,4 @@
-"""`Card`: where the first machine listens, as others read it from torch's store."""
+"""`Rendezvous`: where the first machine listens, as others read it from torch's store."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from rp_dist.links.handshake import VERSION
 from rp_dist.links.secret import Secret
 
 # Anybody who reaches MASTER_PORT can write there.
-_CARD = re.compile(
+_RENDEZVOUS = re.compile(
     r"rp-dist (?P<version>[0-9]{1,3}) (?P<address>-|[0-9A-Fa-f:.]{2,45}) (?P<port>[0-9]{1,5})"
     r" (?P<run>[0-9a-f]{32}) (?P<secret>-|[0-9a-f]{64})"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class Rendezvous:
     """Address (None: call it by MASTER_ADDR) and port of rank 0, and the name and the secret of its run.
 
     `secret`: None if rank 0 was given one; a machine that is not given the same one cannot take part.
 
-    >>> card = Card("10.0.0.1", 4000, "ab" * 16, None)
-    >>> card.text()
+    >>> rendezvous = Rendezvous("10.0.0.1", 4000, "ab" * 16, None)
+    >>> rendezvous.text()
     'rp-dist 1 10.0.0.1 4000 abababababababababababababababab -'
-    >>> Card.parsed(card.text()) == card
+    >>> Rendezvous.parsed(rendezvous.text()) == rendezvous
     True
     """
 
@@ -34,14 +34,14 @@ class Card:
     secret: Secret | None = field(repr=False)
 
     def text(self) -> str:
-        """The card as one line."""
+        """The rendezvous as one line."""
         secret = "-" if self.secret is None else self.secret.key.hex()
         return f"rp-dist {VERSION} {self.address or '-'} {self.port} {self.run} {secret}"
 
     @classmethod
-    def parsed(cls, text: str | bytes) -> Card:
-        """Read a card. Raises `ValueError` if it is none, or of another version."""
-        found = _CARD.fullmatch(text if isinstance(text, str) else text.decode(errors="replace"))
+    def parsed(cls, text: str | bytes) -> Rendezvous:
+        """Read a rendezvous. Raises `ValueError` if it is none, or of another version."""
+        found = _RENDEZVOUS.fullmatch(text if isinstance(text, str) else text.decode(errors="replace"))
         if found is None or not 0 < int(found["port"]) < 1 << 16:
             raise ValueError("torch's store, at MASTER_PORT, holds an address of rank 0 that is none")
         if int(found["version"]) != VERSION:
