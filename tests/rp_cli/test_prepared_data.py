@@ -213,7 +213,7 @@ def test_what_does_not_fit_is_refused(name: str, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("format", 2, "was prepared by another version"),
+        ("format", 1, "was prepared by another version"),
         ("completions_only", False, "with --completions-only False, but this is --completions-only True"),
         ("counts", {"lines": 1}, "has no facts that can be used"),
     ],
