@@ -158,19 +158,19 @@ WAITS = [
         "                pass\n",
     ),
     Wait(
-        "execution/shortage/retreat.py",
+        "execution/shortage/retry.py",
         "self._place.lane.outbox.wait_for_room(0)",
         "a step waits for the gradients of a task that ran out of memory",
     ),
     Wait(
-        "execution/shortage/retreat.py",
+        "execution/shortage/retry.py",
         "self._place.lane.settle_device()",
         "buffers of a task that ran out of memory are read when they have come",
     ),
     Wait("peers/alone.py", "self._ticket.enter()", "a step waits for the gradients"),
     Wait("optimizer/linked_block.py", "self._weights.enter()", "a step in place waits for readers"),
     Wait("optimizer/publication.py", "ticket.enter()", "publishing waits for those who read the old weights"),
-    Wait("optimizer/updates.py", "wait_until(outcome.wait)", "what is asked between calls waits for steps"),
+    Wait("optimizer/step_queue.py", "wait_until(outcome.wait)", "what is asked between calls waits for steps"),
     Wait(
         "rp_recompute/randomness.py",
         "self._changed.wait_for(lambda: not self._alone and not self._sharers)",
@@ -190,7 +190,7 @@ WAITS = [
     Wait("engine/whole_model.py", "wait_until(outcome.wait)", "a synchronous step waits for its end"),
     Wait(
         "engine/host_parameters.py",
-        "            self._updates.wait()\n            self.set_masters(written)",
+        "            self._step_queue.wait()\n            self.set_masters(written)",
         "weights written outside count after the step that is under way",
         "            self.set_masters(written)",
     ),
@@ -214,15 +214,15 @@ WAITS = [
     ),
     Wait(
         "engine/host_parameters.py",
-        "        self._updates.wait()\n\n    def take_over",
+        "        self._step_queue.wait()\n\n    def take_over",
         "weights are loaded when the last result is published",
         "\n    def take_over",
     ),
     Wait(
         "engine/host_parameters.py",
-        "        self._updates.publish()\n        self._updates.wait()\n        self.raise_late_errors()\n",
+        "        self._step_queue.publish()\n        self._step_queue.wait()\n        self.raise_late_errors()\n",
         "parameters are read when the last result is in them",
-        "        self._updates.publish()\n        self.raise_late_errors()\n",
+        "        self._step_queue.publish()\n        self.raise_late_errors()\n",
     ),
     Wait("engine/model_read.py", "ticket.enter()", "a checkpoint waits for those who write buffers"),
     Wait(

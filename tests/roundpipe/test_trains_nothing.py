@@ -22,7 +22,7 @@ from roundpipe import (
     TrainsNothing,
     wrap_model_to_roundpipe,
 )
-from rp_engine.optimizer.watched import Watched, watch_optimizers
+from rp_engine.optimizer.optimizer_watch import OptimizerWatch, watch_optimizers
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("small_departures")
@@ -299,7 +299,7 @@ def test_a_scheduler_that_steps_while_a_step_is_under_way_is_told_once():
 
 def test_settings_that_change_between_a_step_and_one_launched_beside_it_are_told():
     watch_optimizers()
-    watched = Watched(lambda _: None)
+    watched = OptimizerWatch(lambda _: None)
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     optimizer = torch.optim.SGD([parameter], lr=0.1)

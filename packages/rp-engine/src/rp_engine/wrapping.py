@@ -8,8 +8,8 @@ from rp_state.model_state import MasterKind
 
 from rp_engine.device.entrance import Entrance, entrance_of
 from rp_engine.device.lazy_hooks import register_lazy_hooks
-from rp_engine.device.recompute import prepares
 from rp_engine.device.replica import has_hooks, hooks_of, named_modules
+from rp_engine.device.saved_data import prepares
 from rp_engine.device.whole_process.forward_mode import is_in_level
 from rp_engine.engine.beside.aside import aside
 from rp_engine.execution.call import View

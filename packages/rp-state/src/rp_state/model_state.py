@@ -230,7 +230,7 @@ class ModelState:
         trained = set(self.trainable_tensors())
         self.build(foresee, kept)
         self._move_halves(kept)
-        self._take_over_thawed(trained)
+        self._take_over_unfrozen(trained)
         for block in self.trainable:
             for index, tensor in enumerate(block.tensors):
                 if block.gradient is not None and tensor in held:
@@ -250,7 +250,7 @@ class ModelState:
                 is_same = value is not None and can_split(value) and same_bits(upper, value)
                 master.move_to(value if is_same and value is not None else upper.clone())
 
-    def _take_over_thawed(self, trained: Set[torch.Tensor]) -> None:
+    def _take_over_unfrozen(self, trained: Set[torch.Tensor]) -> None:
         """Set masters from weights that were written while frozen. `trained`: parameters that were not frozen."""
         for block in self.trainable:
             for tensor, value in zip(block.tensors, block.values, strict=True):

@@ -73,7 +73,7 @@ class PreparingMember(Members):
     """`Members` of a single submodule that has the method ``prepare``."""
 
     def prepare(self, name: str, asked: Wanted | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `rp_engine.device.recompute.prepares`."""
+        """See `rp_engine.device.saved_data.prepares`."""
         del asked
         prepare: Any = self.member(name).prepare
         return prepare(*args, **kwargs)

@@ -15,7 +15,7 @@ from rp_telemetry.tracing import Tracer
 from rp_transfer import Backend, Event
 
 from rp_engine.device.memory.strides import Strides, gaps, in_order, laid_out, strided
-from rp_engine.device.packet import Kin, Packet, is_dense
+from rp_engine.device.packet import Alias, Packet, is_dense
 from rp_engine.runtime.lane import Lane
 
 
@@ -151,12 +151,12 @@ class PacketCopier:
         origins: Origins,
         *,
         in_use: bool = False,
-        kin: Mapping[int, Kin] | None = None,
+        aliases: Mapping[int, Alias] | None = None,
     ) -> Packet:
         """Download leaves into a packet, readable after its events. Leaves found in `origins` are not copied.
 
         `in_use`: the next layer may write the leaves in place during the download, so they are cloned first.
-        `kin`: see `Packet`.
+        `aliases`: see `Packet`.
         """
         known = [origins.find(leaf) for leaf in leaves]
         plain = [
@@ -176,7 +176,7 @@ class PacketCopier:
             event = device.results_out.record()
             self._retainer.keep(event, plain, held)
         self._lane.outbox.conveyor.let_pass(made, event)
-        return Packet(treedef, tuple(held), tuple(grads), (event,), gaps(leaves, held), kin or {})
+        return Packet(treedef, tuple(held), tuple(grads), (event,), gaps(leaves, held), aliases or {})
 
     def stay(self, treedef: Any, leaves: Sequence[Any], origins: Origins) -> Packet:
         """Return a packet of leaves that stay on the device, readable after its event.

@@ -47,7 +47,7 @@ class FlatTree:
 
 
 @dataclass(frozen=True, slots=True)
-class Kin:
+class Alias:
     """Memory that is shared in plain PyTorch. `holder`: who has it beside the leaves, in words; None: nobody."""
 
     number: int
@@ -59,7 +59,7 @@ class Packet:
     """A tree on the host. `leaves`: host tensors or other objects. `grads`: which leaves require grad.
 
     The tensors may be read after all `events`. `strides`: of those that have gaps in their memory on a device, by
-    position. `kin`: of those that share memory in plain PyTorch, by position.
+    position. `aliases`: of those that share memory in plain PyTorch, by position.
     """
 
     treedef: Any  # rp_batch's opaque description of the tree
@@ -67,7 +67,7 @@ class Packet:
     grads: tuple[bool, ...]
     events: tuple[Event, ...] = ()
     strides: Mapping[int, Strides] = field(default_factory=dict[int, Strides])
-    kin: Mapping[int, Kin] = field(default_factory=dict[int, Kin])
+    aliases: Mapping[int, Alias] = field(default_factory=dict[int, Alias])
 
     @classmethod
     def of(

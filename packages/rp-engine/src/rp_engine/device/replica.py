@@ -30,7 +30,7 @@ from rp_engine.device.lazy_hooks import register_lazy_hooks
 from rp_engine.device.memory.fp8_twins import Fp8Products, Fp8Twins
 from rp_engine.device.memory.graph_store import GraphStore
 from rp_engine.device.parametrizing import cache_by_thread, parametrizes_in_forward
-from rp_engine.device.recompute import prepares
+from rp_engine.device.saved_data import prepares
 from rp_engine.errors import in_words
 
 _HOOK_TABLES = (
@@ -140,7 +140,7 @@ class Twins:
         self._prepares[index] = prepares(module)
 
     def prepares(self, index: int) -> bool:
-        """Return whether the layer has a `prepare`, see `recompute.prepares`."""
+        """Return whether the layer has a `prepare`, see `saved_data.prepares`."""
         return self._prepares[index]
 
     def module(self, index: int, training: tuple[bool, ...]) -> torch.nn.Module:

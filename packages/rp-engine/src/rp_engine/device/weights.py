@@ -17,14 +17,14 @@ from rp_transfer import Event, Ticket
 from rp_engine.device.gradient_sums import GradientSums
 from rp_engine.device.memory.fp8_twins import Fp8Products
 from rp_engine.device.memory.graph_store import FixedBlock
-from rp_engine.device.memory.kept_weights import Kept, NoneKept
+from rp_engine.device.memory.weight_cache import NoWeightCache, WeightCache
 from rp_engine.device.replica import Twins
 from rp_engine.device.transfers import bring, save
 from rp_engine.runtime.lane import Lane
 
 
 @dataclass(frozen=True, slots=True)
-class OnDevice:
+class UploadContext:
     """What the tasks of a run on one device share: its lane, and the layers' copies there.
 
     `frozen`: the ids of parameters whose gradients are dropped. `may_outlive`: the model may be gone before the
@@ -38,7 +38,7 @@ class OnDevice:
     tracer: Tracer
     frozen: frozenset[int] = frozenset()
     may_outlive: bool = False
-    kept: Kept = NoneKept()  # noqa: RUF009 - it has no state
+    kept: WeightCache = NoWeightCache()  # noqa: RUF009 - it has no state
     call: int = 0
     version: int = 0
     products: Fp8Products | None = None
@@ -56,7 +56,7 @@ class Weights:
 
     def __init__(
         self,
-        on: OnDevice,
+        on: UploadContext,
         turns: dict[Block, Ticket],
         gradient_turns: dict[Block, Ticket],
         *,

@@ -23,7 +23,7 @@ from rp_engine.engine.model_read import ModelRead
 from rp_engine.engine.under_way import Launched, UnderWay
 from rp_engine.errors import AloneOnly, add_note, in_words
 from rp_engine.optimizer.model_step import ModelStep
-from rp_engine.optimizer.updates import Updates
+from rp_engine.optimizer.step_queue import StepQueue
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.runtime.tickets import Take, own_turn
 
@@ -85,7 +85,7 @@ class HostParameters:
         )
         runtime.states.add(self.state)
         self.gradients = HostGradients(name, self.state, runtime, self.shared)
-        self._updates = Updates(name, self.state, runtime)
+        self._step_queue = StepQueue(name, self.state, runtime)
         self._under_way = UnderWay(self._note_over)
         self._forwards: WeakSet[Forward] = WeakSet()
 
@@ -135,12 +135,12 @@ class HostParameters:
     def prepare_step(self, take: Take, *, is_async: bool) -> ModelStep:
         """Take a step's turns."""
         self.gradients.note_stepped()
-        return self._updates.prepare(take, is_async=is_async)
+        return self._step_queue.prepare(take, is_async=is_async)
 
     def prepare_consuming(self, take: Take, gradients: Mapping[Block, Ticket]) -> ModelStep:
         """Take the turns of a step during a call, which has taken those on `gradients`."""
         self.gradients.note_stepped()
-        return self._updates.prepare(take, is_async=False, gradients=gradients)
+        return self._step_queue.prepare(take, is_async=False, gradients=gradients)
 
     def prepare_model_read(self, take: Take) -> ModelRead:
         """Take a reader's turn of all blocks, after taking over what was written outside."""
@@ -149,20 +149,20 @@ class HostParameters:
         self.refresh()
         blocks = {block: take(block.turns, write=False) for block in self.state.blocks}
         has_gradients = bool(self.gradients.additions)
-        return ModelRead(self.state, blocks, has_gradients=has_gradients, results=self._updates.results)
+        return ModelRead(self.state, blocks, has_gradients=has_gradients, results=self._step_queue.results)
 
     def submit_step(self, job: Callable[[Tracer], None]) -> Outcome[None]:
         """Queue a step's job."""
-        return self._updates.submit(job)
+        return self._step_queue.submit(job)
 
     def share_steps(self, other: HostParameters) -> None:
         """Step both models together from now on."""
-        self._updates.share(other._updates)
+        self._step_queue.share(other._step_queue)
         self.state.is_part = other.state.is_part = True
 
     def drain(self) -> None:
         """Wait for all steps and tasks launched before."""
-        self._updates.wait()
+        self._step_queue.wait()
         for line in self.state.lines():
             with own_turn(line, write=True):
                 pass
@@ -176,8 +176,8 @@ class HostParameters:
             self.shared.same(kind)
         else:
             self.get_ready(training=False)
-        self._updates.publish()
-        self._updates.wait()
+        self._step_queue.publish()
+        self._step_queue.wait()
         self.raise_late_errors()
 
     def show_gradients(self) -> None:
@@ -205,8 +205,8 @@ class HostParameters:
         self.drain()
         self._late_errors()
         self.shared.same(f"loading a state into model {self.name!r}")
-        self._updates.publish()
-        self._updates.wait()
+        self._step_queue.publish()
+        self._step_queue.wait()
 
     def take_over(self) -> None:
         """Update the masters from weights that the caller has written."""
@@ -250,7 +250,7 @@ class HostParameters:
         """
         if not self.state.unpublished:
             return {}
-        self._updates.wait()
+        self._step_queue.wait()
         self.raise_late_errors()
         if not self.state.health.has_whole_step:
             # Calls read the weights of the step before, which are whole.
@@ -261,7 +261,7 @@ class HostParameters:
                 "published yet, which all machines do together: call synchronize() on all of them first"
             )
         self.refresh()
-        return self._updates.results.apart()
+        return self._step_queue.results.apart()
 
     def _forget_failed_step(self) -> None:
         if not self.state.health.has_whole_step:
@@ -342,7 +342,7 @@ class HostParameters:
         self._under_way.follow(work)
 
     def _late_errors(self) -> list[BaseException]:
-        return self._under_way.errors() + self._updates.errors()
+        return self._under_way.errors() + self._step_queue.errors()
 
     def _note_over(self, work: Launched) -> None:
         if self._observer is not None:
@@ -369,7 +369,7 @@ class HostParameters:
             self.drain()
             written += self.state.moved_outside()
         if written:
-            self._updates.wait()
+            self._step_queue.wait()
             self.set_masters(written)
             self.shared.note_written(written)
         if changed:
@@ -415,8 +415,8 @@ class HostParameters:
         if self.state.unpublished:
             self.shared.same(f"rebuilding model {self.name!r}, whose tensors changed")
         if not kept:
-            self._updates.publish()
-        self._updates.wait()
+            self._step_queue.publish()
+        self._step_queue.wait()
         self._claim.take(self.state.modules)
         self.state.rebuild(lambda groups, _: self.memory_check.check_rebuilding(self.state, groups), kept)
         self.gradients.keep_additions(kept)
@@ -431,7 +431,7 @@ class HostParameters:
         """Set the masters of these parameters from their weights."""
         for tensor in tensors:
             self.state.set_master(tensor)
-        self._updates.results.take_over(tensors)
+        self._step_queue.results.take_over(tensors)
 
     def _settle(self) -> None:
         self.drain()

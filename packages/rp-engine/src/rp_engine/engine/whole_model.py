@@ -28,8 +28,8 @@ from rp_engine.engine.model_read import ModelBetweenSteps, run_model_read
 from rp_engine.engine.restoring import Restoring
 from rp_engine.errors import RoundPipeError
 from rp_engine.optimizer.model_step import ModelStep
+from rp_engine.optimizer.optimizer_watch import OptimizerWatch, described, warn_of_unfrozen, watch_optimizers
 from rp_engine.optimizer.steps import note_torn_weights, run_step
-from rp_engine.optimizer.watched import Watched, described, tell_thawed, watch_optimizers
 from rp_engine.peers.step import SharedStep
 from rp_engine.runtime.launcher import wait_until
 from rp_engine.runtime.runtime import Runtime
@@ -49,7 +49,7 @@ class WholeModel:
         self._runtime = runtime
         self.memory_check = HostMemoryCheck(name, runtime)
         self.restoring = Restoring(name, self.hosts, runtime, self.memory_check)
-        self._watched = Watched(self._check_optimizer)
+        self._optimizer_watch = OptimizerWatch(self._check_optimizer)
         watch_optimizers()
         # Of the last step.
         self._step_outcome: Outcome[None] | None = None
@@ -95,11 +95,11 @@ class WholeModel:
     def _step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
         with in_call("step", self.name):
             self.prepare_step(is_async=is_async)
-            tell_thawed(self.name, self.states())
+            warn_of_unfrozen(self.name, self.states())
             with taking_tickets() as take:
                 parts = [host.prepare_step(take, is_async=is_async) for host in self.hosts]
                 is_idle = self._step_outcome is None or self._step_outcome.done()
-                watched = self._watched.launch(self._counting(step_fn), is_async=is_async, is_idle=is_idle)
+                watched = self._optimizer_watch.launch(self._counting(step_fn), is_async=is_async, is_idle=is_idle)
                 self._step_outcome = outcome = self.hosts[0].submit_step(
                     partial(run_step, self.name, parts, watched, self._shared(parts))
                 )
@@ -114,7 +114,7 @@ class WholeModel:
         (host,) = self.hosts
         with taking_tickets() as take:
             part = host.prepare_consuming(take, turns)
-            watched = self._watched.launch(optimizer.step, is_async=False, is_idle=True)
+            watched = self._optimizer_watch.launch(optimizer.step, is_async=False, is_idle=True)
             self._step_outcome = outcome = host.submit_step(
                 partial(run_step, self.name, [part], watched, self._shared([part]))
             )
@@ -189,7 +189,7 @@ class WholeModel:
                 host.publish()
             for host in self.hosts:
                 host.show_gradients()
-            self._watched.settle()
+            self._optimizer_watch.settle()
 
     def sync_optim_param(self) -> None:
         """Publish the last step's result and wait for it.

@@ -17,14 +17,14 @@ from rp_state.modules.habits import Habits
 
 from rp_engine.context import stepping_in_backward
 from rp_engine.device.memory.fp8_twins import Fp8Products
-from rp_engine.device.memory.kept_weights import Kept, NoneKept
+from rp_engine.device.memory.weight_cache import NoWeightCache, WeightCache
 from rp_engine.device.packet import Packet
 from rp_engine.execution.losses import LossesSeen
 from rp_engine.settings.run_config import Grain, Launch
 from rp_engine.widening import Widening
 
 _NUMBERS = itertools.count()
-_NONE_KEPT = NoneKept()
+_NO_WEIGHT_CACHE = NoWeightCache()
 LossFn = Callable[[Any, Any], torch.Tensor | Sequence[torch.Tensor]]
 # From what the last layer is given and what it returns.
 View = Callable[[Any, Any], Any]
@@ -103,7 +103,7 @@ class Aside:
     view: View | None = None
     widening: Widening | None = None
     holds_state: bool = False
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[WeightCache, ...] = ()
     stays: bool = False
 
 
@@ -158,9 +158,9 @@ class Call:
         """See `Aside`."""
         return None if self.aside is None else self.aside.widening
 
-    def kept(self, device: int) -> Kept:
+    def kept(self, device: int) -> WeightCache:
         """Return the weights that stay on a device from call to call."""
-        return self.aside.kept[device] if self.aside is not None and self.aside.kept else _NONE_KEPT
+        return self.aside.kept[device] if self.aside is not None and self.aside.kept else _NO_WEIGHT_CACHE
 
     @property
     def output_stays(self) -> bool:

@@ -13,7 +13,7 @@ from rp_engine.device.packet import FlatTree, Packet, Slot
 from rp_engine.errors import add_note
 from rp_engine.execution.batch import Batch
 from rp_engine.execution.call import Call, Streams
-from rp_engine.execution.effects.kinship import kin_of
+from rp_engine.execution.effects.aliasing import aliases_of
 from rp_engine.execution.exchange import Exchange
 from rp_engine.execution.packed_data import Arrivals
 
@@ -47,7 +47,7 @@ class CallerSlots:
         with self._batch.streams.current_here():
             for m, part in enumerate(self._batch.arguments):
                 packet = self._copied(part, f"inputs, microbatch {m}", arrivals, with_grads=with_grads)
-                packet = replace(packet, kin=kin_of(part.leaves, self._holder))
+                packet = replace(packet, aliases=aliases_of(part.leaves, self._holder))
                 self._exchange.put(Slot("input", 0, m), packet)
             for m, label in enumerate(self._batch.labels):
                 packet = self._copied(label, f"labels, microbatch {m}", arrivals)

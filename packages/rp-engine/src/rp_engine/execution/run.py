@@ -24,17 +24,17 @@ from rp_engine.device.memory.call_size import CallSize
 from rp_engine.device.packet import Packet, Slot
 from rp_engine.device.replica import Twins
 from rp_engine.device.transfers import Delivery
-from rp_engine.device.weights import OnDevice, Weights
+from rp_engine.device.weights import UploadContext, Weights
 from rp_engine.errors import add_note, class_name, in_words
 from rp_engine.execution.batch import Batch
 from rp_engine.execution.call import Call, Streams
 from rp_engine.execution.caller_slots import CallerSlots
-from rp_engine.execution.effects.later import refuse
+from rp_engine.execution.effects.sampled_comparison import refuse
 from rp_engine.execution.exchange import Aborted, Exchange
 from rp_engine.execution.shortage.advice import Shortage, advice, explanation
 from rp_engine.execution.shortage.ran_out import clear_frames
 from rp_engine.execution.shortage.task_slots import TaskSlots
-from rp_engine.execution.stage.workplace import Workplace
+from rp_engine.execution.stage.task_context import TaskContext
 from rp_engine.execution.task_job import TaskJob
 from rp_engine.execution.turns import CallTurns
 from rp_engine.runtime.lane import Lane
@@ -212,7 +212,7 @@ class Run:
         lane, twins = self._runtime.lanes[task.device], self._twins[task.device]
         with taking_tickets() as take:
             turns, gradient_turns = self._turns.of_task(task, take)
-            on = OnDevice(
+            on = UploadContext(
                 lane,
                 twins,
                 self._tracer,
@@ -225,7 +225,7 @@ class Run:
                 coded=self.call.coded,
             )
             weights = Weights(on, turns, gradient_turns, spare_bytes=self.call.spare_bytes, times=times)
-            place = Workplace(self.call, lane, self._runtime.backend, twins, self, self._tracer)
+            place = TaskContext(self.call, lane, self._runtime.backend, twins, self, self._tracer)
             slots = TaskSlots(self.call, self._exchange)
             return lane, TaskJob(self, place, task, weights, slots, times)
 

@@ -12,10 +12,10 @@ from rp_telemetry.layer_times import LayerTimes
 from rp_engine.device.weights import Weights
 from rp_engine.execution.exchange import Aborted
 from rp_engine.execution.shortage.ran_out import shortage_of
-from rp_engine.execution.shortage.retreat import Retreat
+from rp_engine.execution.shortage.retry import SmallerTaskRetry
 from rp_engine.execution.shortage.task_slots import TaskSlots
 from rp_engine.execution.stage.stage import Stage
-from rp_engine.execution.stage.workplace import Workplace
+from rp_engine.execution.stage.task_context import TaskContext
 
 
 class Owner(Protocol):
@@ -42,7 +42,7 @@ class TaskJob:
     def __init__(
         self,
         owner: Owner,
-        place: Workplace,
+        place: TaskContext,
         task: Task,
         weights: Weights,
         slots: TaskSlots,
@@ -54,7 +54,7 @@ class TaskJob:
         self._weights = weights
         self._slots = slots
         self._stage = Stage(place, task, weights, slots, times)
-        self._retreat: Retreat | None = None
+        self._retry: SmallerTaskRetry | None = None
 
     def prefetch(self) -> None:
         """Start uploads whose turns are open."""
@@ -76,15 +76,15 @@ class TaskJob:
             self._guard(self._run)
         if self._owner.aborted:
             self._guard(self._latest.release_after_failure)
-        if self._retreat is not None:
-            self._guard(self._retreat.close)
+        if self._retry is not None:
+            self._guard(self._retry.close)
         self.leave()
         self._slots.clear()
         self._owner.note_end()
 
     @property
     def _latest(self) -> Stage:
-        return self._stage if self._retreat is None or self._retreat.stage is None else self._retreat.stage
+        return self._stage if self._retry is None or self._retry.stage is None else self._retry.stage
 
     def _run(self) -> None:
         error = shortage_of(self._stage.run)
@@ -94,10 +94,10 @@ class TaskJob:
             raise error
         self._note(error, self._stage.where())
         self._stage.withdraw()
-        self._retreat = Retreat(self._place, self._weights, self._slots, self._note)
+        self._retry = SmallerTaskRetry(self._place, self._weights, self._slots, self._note)
         left = range(self._stage.next_microbatch, self._task.microbatches.stop)
         if left:
-            self._retreat.run(replace(self._task, microbatches=left), error)
+            self._retry.run(replace(self._task, microbatches=left), error)
 
     def _note(self, error: BaseException, where: str) -> None:
         self._owner.note_shortage(self._task, error, where)

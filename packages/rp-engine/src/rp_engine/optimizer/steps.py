@@ -18,7 +18,7 @@ from rp_engine.context import OptimizerCtx
 from rp_engine.errors import add_note, class_name, in_words
 from rp_engine.optimizer.linked_block import LinkedBlock, abandon, unlink_all
 from rp_engine.optimizer.model_step import ModelStep
-from rp_engine.optimizer.watched import tell_reuse
+from rp_engine.optimizer.optimizer_watch import tell_reuse
 from rp_engine.peers.step import Incomplete, Results, SharedStep
 
 

@@ -19,7 +19,7 @@ from rp_telemetry.launch_times import Launches
 from rp_telemetry.layer_times import LayerTimes, ModelTimer
 
 from rp_engine.device.memory.call_size import CallSize
-from rp_engine.device.memory.kept_weights import Kept
+from rp_engine.device.memory.weight_cache import WeightCache
 from rp_engine.planning.adaptive import PlanInUse
 from rp_engine.planning.call_log import CallLog
 from rp_engine.planning.footprint import Footprint, resident_bytes
@@ -189,7 +189,7 @@ class Planner:
         self._predict("infer", size, tasks)
         return tasks
 
-    def tasks_with_state(self, size: CallSize, kept: Sequence[Kept]) -> tuple[Task, ...]:
+    def tasks_with_state(self, size: CallSize, kept: Sequence[WeightCache]) -> tuple[Task, ...]:
         """Return the tasks of an inference call in which each layer runs on its device, where its state is.
 
         `kept`: the weights that are there.

@@ -10,7 +10,7 @@ from itertools import accumulate
 from rp_sched import Task, TaskKind
 from rp_state.layers import LayerState
 
-from rp_engine.device.memory.kept_weights import Kept, bytes_to_bring
+from rp_engine.device.memory.weight_cache import WeightCache, bytes_to_bring
 from rp_engine.runtime.runtime import Runtime
 
 # Weights up to this share of some devices' memory stay there: the rest is for state, such as keys and values.
@@ -69,7 +69,7 @@ def tasks_at_home(
     layers: Sequence[LayerState],
     microbatches: int,
     homes: Sequence[Sequence[int]],
-    kept: Sequence[Kept],
+    kept: Sequence[WeightCache],
     memory: Sequence[float],
 ) -> tuple[Task, ...]:
     """Return the tasks of a call, each layer on its device for all microbatches.
@@ -85,7 +85,7 @@ def tasks_at_home(
     return tuple(sorted(tasks, key=lambda task: task.layers.start))
 
 
-def _stages(layers: Sequence[LayerState], home: Sequence[int], kept: Kept, memory: float) -> list[range]:
+def _stages(layers: Sequence[LayerState], home: Sequence[int], kept: WeightCache, memory: float) -> list[range]:
     sizes = {layer: bytes_to_bring([layers[layer]], kept) for layer in home}
     total = bytes_to_bring([layers[layer] for layer in home])
     if sum(sizes.values()) == total <= _EASY_SHARE * memory:

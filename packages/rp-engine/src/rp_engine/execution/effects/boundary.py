@@ -10,7 +10,7 @@ import torch
 
 from rp_engine.errors import BoundaryError
 from rp_engine.execution.call import Call
-from rp_engine.execution.effects.kinship import Kinship
+from rp_engine.execution.effects.aliasing import AliasTracker
 
 # An object of one class is looked into so often for each layer. Looking may take 100 µs.
 _LOOKS = 8
@@ -51,9 +51,9 @@ class Given:
 class BoundaryChecks:
     """Watches what the layers of one task take and return."""
 
-    def __init__(self, call: Call, kinship: Kinship) -> None:
+    def __init__(self, call: Call, aliases: AliasTracker) -> None:
         self._call = call
-        self._kinship = kinship
+        self._aliases = aliases
 
     def check_written(self, layer: int, given: Given) -> None:
         """Raise `BoundaryError` if what a layer has written of its input may not be written.
@@ -61,7 +61,7 @@ class BoundaryChecks:
         It must not share memory with another leaf of the input, or with what others hold:
         behind a boundary between stages the other one would keep its values.
         """
-        self._refuse_kin(layer, given, given.written())
+        self._refuse_aliases(layer, given, given.written())
 
     def check_unseen(self, layer: int, given: Given, before: Sequence[Any]) -> None:
         """Raise `BoundaryError` as `check_written` does, for writes that no version counter shows.
@@ -70,16 +70,16 @@ class BoundaryChecks:
         """
         if len(before) == len(given.leaves):
             unseen = given.changed_from(before)
-            self._refuse_kin(layer, given, unseen)
+            self._refuse_aliases(layer, given, unseen)
 
-    def _refuse_kin(self, layer: int, given: Given, written: Sequence[int]) -> None:
+    def _refuse_aliases(self, layer: int, given: Given, written: Sequence[int]) -> None:
         if not written:
             return
-        kin = self._kinship.of(given.leaves)
+        aliases = self._aliases.of(given.leaves)
         for index in written:
-            if (own := kin.get(index)) is None:
+            if (own := aliases.get(index)) is None:
                 continue
-            others = [other for other in kin if other != index and kin[other] == own]
+            others = [other for other in aliases if other != index and aliases[other] == own]
             if others or own.holder is not None:
                 paths = _paths(layer, given.arguments)
                 raise self._shared(layer, paths[index], own.holder or paths[others[0]])

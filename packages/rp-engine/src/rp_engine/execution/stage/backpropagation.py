@@ -18,7 +18,7 @@ from rp_engine.execution.lazy import is_lazy
 from rp_engine.execution.stage.activity import TaskActivity
 from rp_engine.execution.stage.graphs import TaskGraphs
 from rp_engine.execution.stage.layer_runs import LayerRuns
-from rp_engine.execution.stage.workplace import Workplace
+from rp_engine.execution.stage.task_context import TaskContext
 
 # Gradients leave during backward in groups of so many bytes of weights: each departure takes the GIL from the
 # thread that launches backward.
@@ -33,7 +33,7 @@ class Backpropagation:
 
     def __init__(
         self,
-        place: Workplace,
+        place: TaskContext,
         task: Task,
         weights: Weights,
         layers: LayerRuns,

@@ -8,13 +8,13 @@ from rp_recompute.randomness import Drawer
 from rp_sched import Task
 
 from rp_engine.device.replica import has_hooks
-from rp_engine.execution.stage.workplace import Workplace
+from rp_engine.execution.stage.task_context import TaskContext
 
 # A task's first microbatch runs as its weights arrive, its last one as its gradients leave: graphs do neither.
 LEAST_MICROBATCHES = 3
 
 
-def task_reason(place: Workplace, task: Task, *, is_whole: bool) -> str | None:
+def task_reason(place: TaskContext, task: Task, *, is_whole: bool) -> str | None:
     """Why graphs launch no layer of a task; None if they may."""
     call = place.call
     reasons = {
@@ -30,7 +30,7 @@ def task_reason(place: Workplace, task: Task, *, is_whole: bool) -> str | None:
 class Graphable:
     """Tells of the layers of a task whether graphs may launch them, by what was seen of them."""
 
-    place: Workplace
+    place: TaskContext
 
     def is_known(self, layer: int) -> bool:
         """Whether it was seen what random numbers a layer draws. Without seeds capturing it shows that."""

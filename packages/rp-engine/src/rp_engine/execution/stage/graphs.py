@@ -28,7 +28,7 @@ from rp_engine.execution.stage.activity import TaskActivity
 from rp_engine.execution.stage.graphable import Graphable, task_reason
 from rp_engine.execution.stage.layer_graphs import CaptureWork, LayerGraphs, tensors_of
 from rp_engine.execution.stage.layer_runs import LayerRuns
-from rp_engine.execution.stage.workplace import Workplace
+from rp_engine.execution.stage.task_context import TaskContext
 
 _LOG = logging.getLogger(__name__)
 # The greatest difference, as a part of the norm, between a replay and a run by Python that roundings explain.
@@ -59,7 +59,7 @@ class TaskGraphs:
 
     def __init__(
         self,
-        place: Workplace,
+        place: TaskContext,
         task: Task,
         weights: Weights,
         layers: LayerRuns,

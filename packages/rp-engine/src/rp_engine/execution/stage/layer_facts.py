@@ -12,7 +12,7 @@ from rp_telemetry.tracing import SILENT
 
 from rp_engine.execution.call import Call, View
 from rp_engine.execution.effects.boundary import BoundaryChecks
-from rp_engine.execution.stage.workplace import Workplace
+from rp_engine.execution.stage.task_context import TaskContext
 
 # How often a layer is examined after it or its flags have changed: the second time only its attributes.
 _EXAMINATIONS = 2
@@ -42,7 +42,7 @@ class LayerFacts:
 
     @classmethod
     def of(
-        cls, place: Workplace, task: Task, layer: int, boundary: BoundaryChecks, times: LayerTimes | None
+        cls, place: TaskContext, task: Task, layer: int, boundary: BoundaryChecks, times: LayerTimes | None
     ) -> LayerFacts:
         """What is known of a layer whose twin was built."""
         call, twins, state = place.call, place.twins, place.call.state.layers[layer]

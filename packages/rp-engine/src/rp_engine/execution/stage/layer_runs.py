@@ -21,18 +21,18 @@ from rp_telemetry.tracing import NOTHING
 
 from rp_engine.context import RecomputeCtx
 from rp_engine.device.activations import PacketCopier, enter
-from rp_engine.device.recompute import Data, Memory
+from rp_engine.device.saved_data import Data, SavedData
 from rp_engine.device.weights import Weights
 from rp_engine.errors import ImpureLayer
+from rp_engine.execution.effects.aliasing import AliasTracker
 from rp_engine.execution.effects.boundary import BoundaryChecks, Given
 from rp_engine.execution.effects.buffers import LayerBuffers
-from rp_engine.execution.effects.kinship import Kinship
-from rp_engine.execution.effects.later import LaterComparison
+from rp_engine.execution.effects.sampled_comparison import SampledComparison
 from rp_engine.execution.lazy import computed
 from rp_engine.execution.shortage.task_slots import TaskSlots
 from rp_engine.execution.stage.activity import TaskActivity
 from rp_engine.execution.stage.layer_facts import LayerFacts, wants_examination
-from rp_engine.execution.stage.workplace import Workplace
+from rp_engine.execution.stage.task_context import TaskContext
 from rp_engine.widening import Widening
 
 _FORWARD = "in {0}, forward, microbatch {1}"
@@ -63,14 +63,14 @@ class LayerRuns:
 
     def __init__(
         self,
-        place: Workplace,
+        place: TaskContext,
         task: Task,
         weights: Weights,
         slots: TaskSlots,
         copier: PacketCopier,
         times: LayerTimes | None,
         activity: TaskActivity,
-        kinship: Kinship,
+        aliases: AliasTracker,
     ) -> None:
         self._place = place
         self._call = place.call
@@ -83,11 +83,11 @@ class LayerRuns:
         self._weights = weights
         self._times = times
         self._activity = activity
-        self._memory = Memory(self._device.torch_device, copier, slots)
-        self._boundary = BoundaryChecks(place.call, kinship)
+        self._saved_data = SavedData(self._device.torch_device, copier, slots)
+        self._boundary = BoundaryChecks(place.call, aliases)
         self._buffers = LayerBuffers(place.call, task, weights, copier, slots)
         self._facts = {layer: LayerFacts.of(place, task, layer, self._boundary, times) for layer in task.layers}
-        self._later = LaterComparison(place.call, copier, slots, self._device.torch_device)
+        self._sampled = SampledComparison(place.call, copier, slots, self._device.torch_device)
 
     def run(self, layer: int, microbatch: int, tree: Any, *, recomputes: bool) -> Any:
         """Run a layer whose weights are bound; return its output. `recomputes`: recompute it."""
@@ -107,13 +107,13 @@ class LayerRuns:
             self._twins.check(layer)
         if self._call.compares and microbatch == 0:
             dtype = self._precision(twin)
-            self._later.see(layer, microbatch, output, dtype, recomputes=recomputes)
+            self._sampled.see(layer, microbatch, output, dtype, recomputes=recomputes)
         if facts.is_for_loss:
             return output
         return computed(output) if facts.view is None else facts.view(tree, computed(output))
 
     def _once(self, run: _Run, also: Callable[[Data], None] | None = None) -> Any:
-        """Run a layer forward or recompute it. `also`: see `Memory.first`."""
+        """Run a layer forward or recompute it. `also`: see `SavedData.first`."""
         facts, given = run.facts, run.given
         body = partial(self._body, run, also)
         if facts.has_buffers:
@@ -135,9 +135,9 @@ class LayerRuns:
             self._boundary.check_run_again(layer, run.given)
         run.has_begun = True
         memory = (
-            self._memory.recompute(layer, run.microbatch)
+            self._saved_data.recompute(layer, run.microbatch)
             if run.recomputes
-            else self._memory.first(layer, run.microbatch, also)
+            else self._saved_data.first(layer, run.microbatch, also)
         )
         if self._widening is not None:
             memory = _both(memory, self._widened(run, self._widening))
@@ -263,7 +263,7 @@ class LayerRuns:
     def _prepared(self, run: _Run) -> Any:
         layer, twin, (args, kwargs) = run.facts.index, run.twin, run.call
         if run.recomputes:
-            return self._memory.prepared(layer, run.microbatch)
+            return self._saved_data.prepared(layer, run.microbatch)
         prepare = cast("Callable[..., Any]", twin.prepare)
         buffers = self._weights.buffers(run.facts.state)
         versions = self._weights.versions(buffers)
@@ -277,7 +277,7 @@ class LayerRuns:
         found = self.seeded(Drawer("prepare", layer), run.microbatch, body, recomputes=False)
         if self._weights.versions(buffers) != versions:
             raise TypeError("prepare wrote a buffer, but recomputation does not call it; write it in forward")
-        return self._memory.keep_prepared(layer, run.microbatch, found)
+        return self._saved_data.keep_prepared(layer, run.microbatch, found)
 
 
 @contextmanager

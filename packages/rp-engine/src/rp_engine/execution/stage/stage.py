@@ -17,15 +17,15 @@ from rp_transfer import Event
 from rp_engine.device.activations import Arrived, Origins, PacketCopier, enter
 from rp_engine.device.packet import Slot, is_dense
 from rp_engine.device.weights import Weights
-from rp_engine.execution.effects.kinship import Kinship
+from rp_engine.execution.effects.aliasing import AliasTracker
 from rp_engine.execution.losses import check_losses
 from rp_engine.execution.shortage.task_slots import TaskSlots
 from rp_engine.execution.stage.activity import TaskActivity
 from rp_engine.execution.stage.backpropagation import Backpropagation
 from rp_engine.execution.stage.graphs import TaskGraphs
 from rp_engine.execution.stage.layer_runs import LayerRuns
+from rp_engine.execution.stage.task_context import TaskContext
 from rp_engine.execution.stage.task_packets import TaskPackets
-from rp_engine.execution.stage.workplace import Workplace
 
 # After transfers of so many bytes a worker waits for its device between layers, or they would fill its memory.
 _LARGE_BYTES = 64 << 20
@@ -40,7 +40,7 @@ class Stage:
 
     def __init__(
         self,
-        place: Workplace,
+        place: TaskContext,
         task: Task,
         weights: Weights,
         slots: TaskSlots,
@@ -64,9 +64,11 @@ class Stage:
         self._is_returning = False
         self._activity = activity = TaskActivity(place.call, task, self._device.name)
         self._copier = copier = PacketCopier(place.backend, place.lane, weights.holds, place.tracer)
-        kinship = Kinship(lambda tensor: "a parameter or buffer of the model" if weights.holds(tensor) else None)
-        self._packets = TaskPackets(place, task, slots, copier, activity, kinship)
-        self._layers = LayerRuns(place, task, weights, slots, copier, times, activity, kinship)
+        aliases = AliasTracker(
+            lambda tensor: "a parameter or buffer of the model" if weights.holds(tensor) else None
+        )
+        self._packets = TaskPackets(place, task, slots, copier, activity, aliases)
+        self._layers = LayerRuns(place, task, weights, slots, copier, times, activity, aliases)
         is_whole = not is_part and not recomputes
         self._graphs = graphs = TaskGraphs(place, task, weights, self._layers, times, activity, is_whole=is_whole)
         self._graph = Backpropagation(place, task, weights, self._layers, times, activity, graphs, is_part=is_part)

@@ -11,11 +11,11 @@ from rp_sched import Task
 
 from rp_engine.device.activations import Arrived, Origins, PacketCopier, enter
 from rp_engine.device.packet import Slot
-from rp_engine.execution.effects.kinship import Kinship
+from rp_engine.execution.effects.aliasing import AliasTracker
 from rp_engine.execution.lazy import value_of
 from rp_engine.execution.shortage.task_slots import TaskSlots
 from rp_engine.execution.stage.activity import TaskActivity
-from rp_engine.execution.stage.workplace import Workplace
+from rp_engine.execution.stage.task_context import TaskContext
 
 
 class TaskPackets:
@@ -23,12 +23,12 @@ class TaskPackets:
 
     def __init__(
         self,
-        place: Workplace,
+        place: TaskContext,
         task: Task,
         slots: TaskSlots,
         copier: PacketCopier,
         activity: TaskActivity,
-        kinship: Kinship,
+        aliases: AliasTracker,
     ) -> None:
         self._call = place.call
         self._device = place.lane.device
@@ -37,7 +37,7 @@ class TaskPackets:
         self._exchange = slots
         self._copier = copier
         self._activity = activity
-        self._kinship = kinship
+        self._aliases = aliases
 
     # Taken
 
@@ -49,7 +49,7 @@ class TaskPackets:
             packet = self._exchange.take(Slot("input", boundary, microbatch))
         grads = packet.grads if self._call.with_grad else [False] * len(packet.grads)
         inside, grad_leaves = enter(self._copier.bring(packet), grads)
-        self._kinship.arrive(inside, packet.kin)
+        self._aliases.arrive(inside, packet.aliases)
         origins = Origins()
         for leaf, host in zip(inside, packet.leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
@@ -82,8 +82,10 @@ class TaskPackets:
             if boundary == self._call.num_layers and self._call.output_stays:
                 self._exchange.put(slot, self._copier.stay(arrived.treedef, arrived.inside, origins))
                 return
-            kin = self._kinship.of(arrived.inside)
-            packet = self._copier.send(arrived.treedef, arrived.inside, grads, known, in_use=goes_on, kin=kin)
+            aliases = self._aliases.of(arrived.inside)
+            packet = self._copier.send(
+                arrived.treedef, arrived.inside, grads, known, in_use=goes_on, aliases=aliases
+            )
             self._exchange.put(slot, packet)
             for leaf, host in zip(arrived.inside, packet.leaves, strict=True):
                 if goes_on and isinstance(leaf, torch.Tensor):

@@ -18,7 +18,7 @@ from rp_engine.device.packet import Packet, Slot
 Data = tuple[Any, ...]
 
 
-class Shelf(Protocol):
+class SavedDataStore(Protocol):
     """Stores the data that a run's layers save for their recomputation."""
 
     def will_recompute(self, layer: int, microbatch: int) -> bool:
@@ -55,23 +55,23 @@ class _Elsewhere:
     tensor: torch.Tensor
 
 
-class Memory:
-    """Moves the data that the layers of one task save between its device and the run's shelf."""
+class SavedData:
+    """Moves the data that the layers of one task save between its device and the run's store."""
 
-    def __init__(self, device: torch.device, copier: PacketCopier, shelf: Shelf) -> None:
+    def __init__(self, device: torch.device, copier: PacketCopier, store: SavedDataStore) -> None:
         self._device = device
         self._copier = copier
-        self._shelf = shelf
+        self._store = store
 
     def first(self, layer: int, microbatch: int, also: Callable[[Data], None] | None = None) -> LayerCtx:
         """Return the context of a layer's first forward; if it is retried, the earlier try's data is dropped.
 
         `also`: called with what the layer saves, which it may write afterwards.
         """
-        if not self._shelf.will_recompute(layer, microbatch):
+        if not self._store.will_recompute(layer, microbatch):
             return ForwardCtx(also)
         saved = Slot("saved", layer, microbatch)
-        self._shelf.drop(saved)
+        self._store.drop(saved)
 
         def keep(data: Data) -> None:
             self._keep(saved, data)
@@ -82,19 +82,19 @@ class Memory:
 
     def recompute(self, layer: int, microbatch: int) -> LayerCtx:
         """Return the context of a layer's recomputation, with the saved data uploaded."""
-        packet = self._shelf.fetch(Slot("saved", layer, microbatch))
+        packet = self._store.fetch(Slot("saved", layer, microbatch))
         return RecomputeCtx(() if packet is None else self._fetch(packet))
 
     def keep_prepared(self, layer: int, microbatch: int, prepared: Any) -> Any:
         """Detach the result of `prepare` and return it; keep it if the layer will be recomputed."""
         detached = rp_batch.map_leaves(_detached, prepared)
-        if self._shelf.will_recompute(layer, microbatch):
+        if self._store.will_recompute(layer, microbatch):
             self._keep(Slot("prepared", layer, microbatch), (detached,))
         return detached
 
     def prepared(self, layer: int, microbatch: int) -> Any:
         """Fetch the result that `prepare` returned before the layer's first forward."""
-        packet = self._shelf.fetch(Slot("prepared", layer, microbatch))
+        packet = self._store.fetch(Slot("prepared", layer, microbatch))
         assert packet is not None
         return self._fetch(packet)[0]
 
@@ -103,7 +103,7 @@ class Memory:
         held = list(map(self._marked, leaves))
         # `in_use`: the layer may write these tensors in place after saving them.
         packet = self._copier.send(treedef, held, [False] * len(held), Origins(), in_use=True)
-        self._shelf.keep(slot, packet)
+        self._store.keep(slot, packet)
 
     def _marked(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.device != self._device:

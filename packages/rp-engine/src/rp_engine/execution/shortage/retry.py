@@ -15,14 +15,14 @@ from rp_engine.execution.shortage.parts import TaskPart, smaller
 from rp_engine.execution.shortage.ran_out import drop_frames, shortage_of
 from rp_engine.execution.shortage.task_slots import TaskSlots
 from rp_engine.execution.stage.stage import Stage
-from rp_engine.execution.stage.workplace import Workplace
+from rp_engine.execution.stage.task_context import TaskContext
 
 # How often a part that cannot be cut is run again, with the device to itself: what else took memory, such as
 # another process, may be gone.
 _TRIES = 2
 
 
-class Retreat:
+class SmallerTaskRetry:
     """Runs what is unfinished of a task in parts that need less memory.
 
     The parts inherit the task's turns, which stay taken until `close`, its slots, and the seeds of its layers.
@@ -32,7 +32,7 @@ class Retreat:
     """
 
     def __init__(
-        self, place: Workplace, weights: Weights, slots: TaskSlots, note: Callable[[BaseException, str], None]
+        self, place: TaskContext, weights: Weights, slots: TaskSlots, note: Callable[[BaseException, str], None]
     ) -> None:
         self._place = place
         self._slots = slots

@@ -24,7 +24,7 @@ class Outbox(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Workplace:
+class TaskContext:
     """What all tasks of a call on one device share."""
 
     call: Call

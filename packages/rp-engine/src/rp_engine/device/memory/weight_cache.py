@@ -29,7 +29,7 @@ _IN_FLIGHT = 4
 Arriving = tuple[torch.Tensor, Outcome[Event]]
 
 
-class Kept(Protocol):
+class WeightCache(Protocol):
     """The weights on one device that a task finds there, and those of its own that stay. For the device's thread.
 
     `stage_bytes`: what one task should bring at most if not all weights stay; None: it does not matter.
@@ -80,8 +80,8 @@ class Kept(Protocol):
         ...
 
 
-class NoneKept:
-    """What an ordinary call has of `Kept`: each task frees its weights."""
+class NoWeightCache:
+    """What an ordinary call has of `WeightCache`: each task frees its weights."""
 
     stage_bytes: int | None = None
 
@@ -121,17 +121,17 @@ class NoneKept:
         """Do nothing."""
 
 
-_NONE_KEPT = NoneKept()
+_NO_WEIGHT_CACHE = NoWeightCache()
 
 
 @dataclass(slots=True)
-class _Place:
+class _CachedBlock:
     memory: torch.Tensor
     arrived: Outcome[Event]
     release: Callable[[Block, torch.Tensor], None]
 
 
-class KeptWeights:
+class DeviceWeightCache:
     """Keeps what fits beside everything else on the device, the first layers' weights before the last ones'.
 
     So the later ones are on their way while the first ones run. What else there is comes first: state that layers
@@ -160,22 +160,20 @@ class KeptWeights:
         stages = [max(size, stage_bytes) for size in sizes]
         # What passes through if not all of them stay.
         self._passing_bytes = max((sum(stages[at : at + _IN_FLIGHT]) for at in range(len(stages))), default=0)
-        self._places: dict[Block, _Place] = {}
+        self._blocks: dict[Block, _CachedBlock] = {}
         self._call = self._version = -1
-        # Of the present call: how many layers have run, and bytes beside weights at its beginning.
+        # How many layers of the present call have run, and the bytes beside weights as it began.
         self._num_done = self._base_bytes = 0
-        # By how many bytes those have grown in the call before.
+        # From one call's beginning to the next one's.
         self._growth_bytes = 0
-        # Bytes in use as the present task began, and those that tasks were bringing.
-        self._started_bytes = self._started_coming_bytes = 0
-        # The most that a task of the present call has taken since, or the caller's own work before it; and that
-        # of the call before.
-        self._working_bytes = self._worked_bytes = 0
+        self._start_bytes = self._start_coming_bytes = 0
+        # Above `_start_bytes`, in use as a task begins: by tasks, or by the caller's own work between calls.
+        self._peak_bytes = self._last_peak_bytes = 0
         # Bytes that tasks bring, and of freed memory that may still be in use.
         self._coming_bytes = 0
         self._leaving: deque[tuple[Event, int]] = deque()
 
-    # See `Kept`
+    # See `WeightCache`
 
     def begin(self, call: int, version: int) -> None:
         """Begin a call; new weights replace those that are kept."""
@@ -190,7 +188,7 @@ class KeptWeights:
         base = self._other_bytes(use)
         if not is_first:
             # A prompt's call takes much more than those of the tokens after it.
-            self._worked_bytes, self._working_bytes = self._working_bytes, use.peak_bytes - self._started_bytes
+            self._last_peak_bytes, self._peak_bytes = self._peak_bytes, use.peak_bytes - self._start_bytes
             self._growth_bytes = max(base - self._base_bytes, 0)
         self._base_bytes = base
 
@@ -204,21 +202,21 @@ class KeptWeights:
 
     def find(self, block: Block) -> Arriving | None:
         """Return a block that is there."""
-        place = self._places.get(block)
-        return None if place is None else (place.memory, place.arrived)
+        cached = self._blocks.get(block)
+        return None if cached is None else (cached.memory, cached.arrived)
 
     def is_ready(self, block: Block, memory: torch.Tensor) -> bool:
         """Return whether it is there: the task that has brought it has waited."""
-        place = self._places.get(block)
-        return place is not None and place.memory is memory
+        cached = self._blocks.get(block)
+        return cached is not None and cached.memory is memory
 
     def holds(self, block: Block) -> bool:
         """Return whether it is there."""
-        return block in self._places
+        return block in self._blocks
 
     def forget(self, block: Block) -> None:
         """Remove a block that the present task has found here or has brought, and will free."""
-        self._places.pop(block, None)
+        self._blocks.pop(block, None)
 
     def keep(
         self, arrived: Mapping[Block, Arriving], num_layers: int, release: Callable[[Block, torch.Tensor], None]
@@ -226,23 +224,23 @@ class KeptWeights:
         """Keep all blocks of a task, then let the last layers' go until all else fits."""
         use = self._memory()
         # Without what the next task has brought meanwhile.
-        taken = use.peak_bytes - self._started_bytes - (self._coming_bytes - self._started_coming_bytes)
-        self._working_bytes = max(self._working_bytes, taken)
+        taken = use.peak_bytes - self._start_bytes - (self._coming_bytes - self._start_coming_bytes)
+        self._peak_bytes = max(self._peak_bytes, taken)
         self._num_done += num_layers
         brought = {block: found for block, found in arrived.items() if not self.is_ready(block, found[0])}
         self._coming_bytes -= sum(block.nbytes for block in brought)
         # Another task may have brought a block that they share.
-        new = {block: found for block, found in brought.items() if block not in self._places}
+        new = {block: found for block, found in brought.items() if block not in self._blocks}
         for block, (memory, event) in new.items():
-            self._places[block] = _Place(memory, event, release)
+            self._blocks[block] = _CachedBlock(memory, event, release)
         excess = self._kept_bytes() - self._room_bytes(use)
-        for block in sorted(self._places, key=_first_user, reverse=True) if excess > 0 else ():
+        for block in sorted(self._blocks, key=_first_user, reverse=True) if excess > 0 else ():
             if excess <= 0:
                 break
             excess -= block.nbytes
             if block in new:
                 # The task itself frees it.
-                del self._places[block]
+                del self._blocks[block]
                 self._note_leaving(block.nbytes)
             else:
                 self._drop([block])
@@ -254,7 +252,7 @@ class KeptWeights:
         """Let all weights go unless there is room: what the next calls take has not been measured."""
         use = self._memory()
         made = max(self._other_bytes(use) - self._base_bytes, 0)
-        self._working_bytes = int(self._working_bytes * max(work, 1))
+        self._peak_bytes = int(self._peak_bytes * max(work, 1))
         # And for what the next calls add, whose layers write as they work.
         growth = int(made * (state - 1 + 2 * work))
         if self._kept_bytes() > self._room_bytes(use) - growth:
@@ -262,7 +260,7 @@ class KeptWeights:
 
     def _measure_from_now(self) -> None:
         self._device.reset_peak_memory()
-        self._started_bytes, self._started_coming_bytes = self._memory().used_bytes, self._coming_bytes
+        self._start_bytes, self._start_coming_bytes = self._memory().used_bytes, self._coming_bytes
 
     def _room_bytes(self, use: MemoryUse) -> int:
         """How many bytes of weights may stay until the next call is over."""
@@ -271,7 +269,7 @@ class KeptWeights:
         left = self._num_layers - self._num_done
         coming = max(others - self._base_bytes, 0) * left // self._num_done if self._num_done else 0
         room = self._usable_bytes - others - coming - 2 * self._growth_bytes
-        room -= max(self._working_bytes, self._worked_bytes)
+        room -= max(self._peak_bytes, self._last_peak_bytes)
         return room if self._total_bytes <= room else room - self._passing_bytes
 
     def _memory(self) -> MemoryUse:
@@ -282,7 +280,7 @@ class KeptWeights:
         return use.used_bytes - self._kept_bytes() - self._coming_bytes - self._leaving_bytes()
 
     def _kept_bytes(self) -> int:
-        return sum(block.nbytes for block in self._places)
+        return sum(block.nbytes for block in self._blocks)
 
     def _leaving_bytes(self) -> int:
         while self._leaving and self._leaving[0][0].query():
@@ -294,18 +292,18 @@ class KeptWeights:
 
     def _drop(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
-            place = self._places.pop(block)
-            place.release(block, place.memory)
-            self._retainer.keep(self._device.compute.record(), place.memory)
+            cached = self._blocks.pop(block)
+            cached.release(block, cached.memory)
+            self._retainer.keep(self._device.compute.record(), cached.memory)
             self._note_leaving(block.nbytes)
 
     def clear(self) -> None:
         """Free all of them once what uses them is over."""
-        self._drop(list(self._places))
+        self._drop(list(self._blocks))
 
 
 @contextmanager
-def keeping(runtime: Runtime, layers: Sequence[Sequence[LayerState]]) -> Generator[tuple[Kept, ...]]:
+def keeping(runtime: Runtime, layers: Sequence[Sequence[LayerState]]) -> Generator[tuple[WeightCache, ...]]:
     """Let weights stay on the devices inside the context; yields those of each device, and frees them at its end.
 
     `layers`: those that run on each device.
@@ -330,25 +328,25 @@ def keeping(runtime: Runtime, layers: Sequence[Sequence[LayerState]]) -> Generat
         runtime.launch(partial(_close, pairs))
 
 
-def _opened(lane: Lane, runtime: Runtime, layers: Sequence[LayerState]) -> KeptWeights:
+def _opened(lane: Lane, runtime: Runtime, layers: Sequence[LayerState]) -> DeviceWeightCache:
     use = lane.device.memory()
     usable = int(lane.device.obtainable_bytes() * _USABLE)
     if not use.is_complete:
         # Of devices that take the host's memory: half of what is free.
         usable = use.used_bytes + runtime.host_limit().free_bytes // (2 * len(runtime.lanes))
     sizes = [bytes_to_bring([layer]) for layer in layers]
-    return KeptWeights(
+    return DeviceWeightCache(
         lane.device, lane.retainer, usable, bytes_to_bring(layers), sizes, int(usable * _STAGE_SHARE)
     )
 
 
-def _close(pairs: Sequence[tuple[Lane, KeptWeights]]) -> None:
+def _close(pairs: Sequence[tuple[Lane, DeviceWeightCache]]) -> None:
     for outcome in [lane.do(partial(_end, lane, kept)) for lane, kept in pairs]:
         wait_until(outcome.wait)
         outcome.result()
 
 
-def _end(lane: Lane, kept: KeptWeights) -> None:
+def _end(lane: Lane, kept: DeviceWeightCache) -> None:
     lane.reserves.remove(kept.clear)
     kept.clear()
     lane.retainer.drain()
@@ -356,7 +354,7 @@ def _end(lane: Lane, kept: KeptWeights) -> None:
     lane.device.reset_peak_memory()
 
 
-def bytes_to_bring(layers: Iterable[LayerState], kept: Kept = _NONE_KEPT) -> int:
+def bytes_to_bring(layers: Iterable[LayerState], kept: WeightCache = _NO_WEIGHT_CACHE) -> int:
     """Return the bytes of the weights of some layers without those that are kept."""
     blocks = dict.fromkeys(block for layer in layers for block in layer.blocks)
     return sum(block.nbytes for block in blocks if not kept.holds(block))

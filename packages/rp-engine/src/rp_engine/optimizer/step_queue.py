@@ -25,7 +25,7 @@ from rp_engine.runtime.runtime import Runtime
 from rp_engine.runtime.tickets import Take, taking_tickets
 
 
-class Updates:
+class StepQueue:
     """The steps and publications of one model; used on the launcher's thread."""
 
     def __init__(self, name: str, state: ModelState, runtime: Runtime) -> None:
@@ -87,7 +87,7 @@ class Updates:
         self._pending.append((outcome, late))
         return outcome
 
-    def share(self, other: Updates) -> None:
+    def share(self, other: StepQueue) -> None:
         """Share one list of pending steps with the other model: from now on both are stepped together."""
         other._pending.extend(self._pending)
         self._pending = other._pending

@@ -31,7 +31,7 @@ _MESSAGE = (
 )
 
 
-class LaterComparison:
+class SampledComparison:
     """Notes outputs of a task's layers in their forward, and compares them when they are recomputed."""
 
     def __init__(self, call: Call, copier: PacketCopier, slots: TaskSlots, device: torch.device) -> None:

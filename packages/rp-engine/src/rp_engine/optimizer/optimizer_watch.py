@@ -33,7 +33,7 @@ _SETTINGS = (
 _Settings = list[dict[str, Any]]
 
 
-class Watched:
+class OptimizerWatch:
     """The optimizers that step in one model's step functions.
 
     `check`: called with each before it steps. One `TrainingWarning` is given if settings change outside of step
@@ -74,11 +74,11 @@ class Watched:
             known = dict(self._known)
         # Launched while another step ran: compare with the settings that it left.
         self._compare(known if before is None else before)
-        token = _WATCHED.set(self)
+        token = _WATCH.set(self)
         try:
             step_fn()
         finally:
-            _WATCHED.reset(token)
+            _WATCH.reset(token)
             with self._lock:
                 self._known.update({optimizer: _settings(optimizer) for optimizer in list(self._known)})
 
@@ -135,10 +135,10 @@ def _differ(before: _Settings, after: _Settings) -> bool:
 
 
 # The object whose step function runs in this context.
-_WATCHED: ContextVar[Watched | None] = ContextVar("_WATCHED", default=None)
+_WATCH: ContextVar[OptimizerWatch | None] = ContextVar("_WATCH", default=None)
 
 
-def tell_thawed(name: str, states: Sequence[ModelState]) -> None:
+def warn_of_unfrozen(name: str, states: Sequence[ModelState]) -> None:
     """Warn, in the first step afterwards, of parameters that were unfrozen and that no optimizer can have.
 
     They have no masters: these are created when an optimizer's parameters are requested from the model.
@@ -180,7 +180,7 @@ def watch_optimizers() -> None:
 
 def _before_step(optimizer: Optimizer, *_: object) -> None:
     note_optimizer(steps=True)
-    watched = _WATCHED.get()
+    watched = _WATCH.get()
     _refuse_nothing(optimizer, is_inside=watched is not None)
     if watched is not None:
         watched.begin(optimizer)
@@ -188,7 +188,7 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     note_optimizer(steps=False)
-    if (watched := _WATCHED.get()) is not None:
+    if (watched := _WATCH.get()) is not None:
         watched.end(optimizer)
 
 

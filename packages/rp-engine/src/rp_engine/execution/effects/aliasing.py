@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rp_engine.device.packet import Kin, is_dense
+from rp_engine.device.packet import Alias, is_dense
 
 # The words for whoever else has a tensor; None if nobody has.
 Holder = Callable[[torch.Tensor], str | None]
@@ -27,36 +27,38 @@ def memory_of(value: object) -> int | None:
         return None
 
 
-class Kinship:
-    """The kin of the leaves that a task is given, and of those that it hands on.
+class AliasTracker:
+    """The aliases of the leaves that a task is given, and of those that it hands on.
 
     Two leaves that share memory before a boundary between stages have memory of their own behind it, and keep the
-    same `Kin`. `holder`: names who else has a tensor that a layer made.
+    same `Alias`. `holder`: names who else has a tensor that a layer made.
     """
 
     def __init__(self, holder: Holder) -> None:
         self._holder = holder
-        self._arrived: dict[int, Kin] = {}
+        self._arrived: dict[int, Alias] = {}
 
-    def arrive(self, leaves: Sequence[Any], kin: Mapping[int, Kin]) -> None:
-        """Take over the kin of a packet's leaves, whose memory stays allocated until the next ones arrive."""
+    def arrive(self, leaves: Sequence[Any], aliases: Mapping[int, Alias]) -> None:
+        """Take over the aliases of a packet's leaves, whose memory stays allocated until the next ones arrive."""
         self._arrived = {}
-        for index, each in kin.items():
+        for index, each in aliases.items():
             if (place := memory_of(leaves[index])) is not None:
                 self._arrived[place] = each
 
-    def of(self, leaves: Sequence[Any]) -> dict[int, Kin]:
-        """Return the kin of those leaves that share memory with others, by position."""
-        return kin_of(leaves, self._holder, self._arrived)
+    def of(self, leaves: Sequence[Any]) -> dict[int, Alias]:
+        """Return the aliases of those leaves that share memory with others, by position."""
+        return aliases_of(leaves, self._holder, self._arrived)
 
 
-def kin_of(leaves: Sequence[Any], holder: Holder, known: Mapping[int, Kin] | None = None) -> dict[int, Kin]:
-    """Return the kin of those leaves that share memory with others, by position. `known`: by address."""
+def aliases_of(
+    leaves: Sequence[Any], holder: Holder, known: Mapping[int, Alias] | None = None
+) -> dict[int, Alias]:
+    """Return the aliases of those leaves that share memory with others, by position. `known`: by address."""
     places = list(map(memory_of, leaves))
     counts = Counter(places)
-    by_place: dict[int | None, Kin | None] = {None: None, **dict((known or {}).items())}
+    by_place: dict[int | None, Alias | None] = {None: None, **dict((known or {}).items())}
     for leaf, place in zip(leaves, places, strict=True):
         if place not in by_place:
             held = holder(leaf)
-            by_place[place] = Kin(next(_numbers), held) if held is not None or counts[place] > 1 else None
-    return {index: kin for index, place in enumerate(places) if (kin := by_place[place]) is not None}
+            by_place[place] = Alias(next(_numbers), held) if held is not None or counts[place] > 1 else None
+    return {index: alias for index, place in enumerate(places) if (alias := by_place[place]) is not None}
