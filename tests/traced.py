@@ -10,12 +10,12 @@ import pytest
 _ELSEWHERE = ("slow", "hypothesis", "untraced", "mutation", "nightly")
 # Coverage makes them take three to five times as long, those of the engine longest, and most cases of a test pass
 # the same lines.
-_CASES = 8
+_CASES = 3
 _CASES_OF = {"roundpipe": 2}
 
 
 def traced(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """At most eight cases of each test, two of the engine's, evenly spaced; none of tests with certain marks."""
+    """At most three cases of each test, two of the engine's, evenly spaced; none of tests with certain marks."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if not any(map(item.get_closest_marker, _ELSEWHERE)):
