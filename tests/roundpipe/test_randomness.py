@@ -18,7 +18,7 @@ from lull import pause
 from plain import PATIENCE_S, PLAN_NAMES, assert_near, batch, gradients, plans, square_error, twin
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from rp_engine.errors import Busy
-from rp_recompute.randomness import Drawer, Randomness
+from rp_recompute.randomness import Randomness, RngConsumer
 from rp_state.modules.habits import Habits
 from torch import nn
 
@@ -267,10 +267,10 @@ def test_a_checkpoint_inside_a_layer_leaves_the_callers_generator_alone(devices:
     assert torch.equal(found, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("drawer", [Drawer("layer", 1), Drawer("loss")])
+@pytest.mark.parametrize("consumer", [RngConsumer("layer", 1), RngConsumer("loss")])
 @pytest.mark.parametrize("draws", [False, True])
 def test_what_reads_the_generators_state_has_its_backward_beside_others_unless_it_drew(
-    draws: bool, drawer: Drawer
+    draws: bool, consumer: RngConsumer
 ) -> None:
     randomness = Randomness(7, 2, Habits())
 
@@ -280,7 +280,7 @@ def test_what_reads_the_generators_state_has_its_backward_beside_others_unless_i
             torch.rand(1)
 
     for microbatch in (0, 1):
-        randomness.run(CPU, drawer, microbatch, reads, recomputes=False)
+        randomness.run(CPU, consumer, microbatch, reads, recomputes=False)
     entered = threading.Event()
 
     def enter() -> None:
@@ -300,7 +300,7 @@ def test_what_reads_the_generators_state_has_its_backward_beside_others_unless_i
 
 
 def test_a_backward_through_what_does_not_read_the_generators_state_takes_no_lock() -> None:
-    randomness, draws, reads = Randomness(7, 3, Habits()), Drawer("layer", 0), Drawer("layer", 1)
+    randomness, draws, reads = Randomness(7, 3, Habits()), RngConsumer("layer", 0), RngConsumer("layer", 1)
     randomness.run(CPU, draws, 0, lambda: torch.rand(1), recomputes=False)
     randomness.run(CPU, reads, 0, torch.get_rng_state, recomputes=False)
     for layers, microbatch in (([0, 2], 0), ([0, 1], 1)):
@@ -327,19 +327,19 @@ def test_layers_that_fork_the_generator_in_forward_do_so_one_at_a_time(again: bo
         return fork(5, lambda: (both.set(), drawn.wait(PATIENCE_S)))
 
     both.set()
-    wanted = randomness.run(CPU, Drawer("layer", 0), 0, first, recomputes=False)
-    randomness.run(CPU, Drawer("layer", 1), 0, second, recomputes=False)
+    wanted = randomness.run(CPU, RngConsumer("layer", 0), 0, first, recomputes=False)
+    randomness.run(CPU, RngConsumer("layer", 1), 0, second, recomputes=False)
     for event in (forked, both, drawn):
         event.clear()
     with ThreadPoolExecutor() as other:
-        found = other.submit(randomness.run, CPU, Drawer("layer", 0), 0, first, recomputes=again)
+        found = other.submit(randomness.run, CPU, RngConsumer("layer", 0), 0, first, recomputes=again)
         assert forked.wait(PATIENCE_S)
-        randomness.run(CPU, Drawer("layer", 1), 0, second, recomputes=again)
+        randomness.run(CPU, RngConsumer("layer", 1), 0, second, recomputes=again)
         assert torch.equal(found.result(), wanted)
 
 
 def test_a_recomputation_reads_the_callers_state_though_another_layer_draws() -> None:
-    randomness, draws, reads = Randomness(7, 2, Habits()), Drawer("layer", 0), Drawer("layer", 1)
+    randomness, draws, reads = Randomness(7, 2, Habits()), RngConsumer("layer", 0), RngConsumer("layer", 1)
     under_way, read = threading.Event(), threading.Event()
 
     def draw() -> None:
@@ -367,8 +367,8 @@ def test_functions_of_the_generators_state_count_their_calls_in_compiled_code() 
         return x + 1
 
     for microbatch in range(4):
-        randomness.run(CPU, Drawer("layer", 0), microbatch, lambda: fork(torch.zeros(2)), recomputes=False)
-    assert {(Drawer("layer", 0), microbatch) for microbatch in range(4)} <= randomness.read & randomness.drew
+        randomness.run(CPU, RngConsumer("layer", 0), microbatch, lambda: fork(torch.zeros(2)), recomputes=False)
+    assert {(RngConsumer("layer", 0), microbatch) for microbatch in range(4)} <= randomness.read & randomness.drew
 
 
 class _Forking(nn.Module):
@@ -465,12 +465,12 @@ def test_a_gpus_generator_is_seeded_for_each_layer_and_set_back() -> None:
 
     for layer, body in enumerate([partial(draw, 0), partial(draw, 4), lambda: generator.manual_seed(5)]):
         for _ in range(2):
-            randomness.run(generator, Drawer("layer", layer), 0, body, recomputes=False)
+            randomness.run(generator, RngConsumer("layer", layer), 0, body, recomputes=False)
             assert (generator.seed, generator.offset) == (11, 8)
-    assert randomness.drew_on_device == {(Drawer("layer", 1), 0), (Drawer("layer", 2), 0)}
-    randomness.run(generator, Drawer("layer", 1), 0, partial(draw, 4), recomputes=True)
+    assert randomness.drew_on_device == {(RngConsumer("layer", 1), 0), (RngConsumer("layer", 2), 0)}
+    randomness.run(generator, RngConsumer("layer", 1), 0, partial(draw, 4), recomputes=True)
     assert len({seed for seed, _ in seen}) == 2
     assert seen[-1] == seen[-2] == (seen[-1][0], 0)
     with pytest.raises(KeyError):
-        randomness.run(generator, Drawer("layer", 1), 0, fail, recomputes=True)
+        randomness.run(generator, RngConsumer("layer", 1), 0, fail, recomputes=True)
     assert (generator.seed, generator.offset) == (11, 8)

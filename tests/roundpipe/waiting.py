@@ -27,7 +27,7 @@ from roundpipe.optim import SGD
 from rp_engine.device import transfers
 from rp_engine.engine.model_read import ModelBetweenSteps
 from rp_engine.execution.stage import backpropagation
-from rp_recompute.randomness import Drawer, Randomness
+from rp_recompute.randomness import Randomness, RngConsumer
 from rp_sched import Plan
 from rp_state.modules.habits import Habits
 from rp_transfer import Conveyor
@@ -604,10 +604,10 @@ def a_step_over_nothing() -> None:
 
 def beside(
     randomness: Randomness,
-    first: Drawer,
+    first: RngConsumer,
     draws: Callable[[], None],
     under_way: threading.Event,
-    second: Drawer,
+    second: RngConsumer,
     body: Callable[[], None],
 ) -> None:
     """Run `body` as a layer while another thread runs `draws` as one, which has set `under_way` by then."""
@@ -620,7 +620,7 @@ def beside(
 
 def layers_that_draw_run_alone() -> None:
     """A layer that draws gets its own numbers, though another one is about to draw meanwhile."""
-    noisy, other = Drawer("layer", 0), Drawer("layer", 1)
+    noisy, other = RngConsumer("layer", 0), RngConsumer("layer", 1)
     randomness = Randomness(7, 2, Habits())
     under_way, entered, drawn = threading.Event(), threading.Event(), threading.Event()
     numbers: list[torch.Tensor] = []
@@ -645,7 +645,7 @@ def layers_that_draw_run_alone() -> None:
 
 def a_layer_runs_once_beside_one_that_draws() -> None:
     """A layer that draws nothing is not run again because another one drew meanwhile."""
-    noisy, calm = Drawer("layer", 0), Drawer("layer", 1)
+    noisy, calm = RngConsumer("layer", 0), RngConsumer("layer", 1)
     randomness = Randomness(7, 2, Habits(not_drawing={calm}))
     under_way, entered, drawn = threading.Event(), threading.Event(), threading.Event()
     runs: list[int] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rp_export import Made, Manner, export, merge, write_card
+from rp_export import CardContent, ExportSettings, export, merge, write_card
 from rp_sources import Source, Wanted, source_of
 from rp_trainer.errors import Refused
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -21,7 +21,7 @@ def source(tmp_path: Path) -> Source:
 
 def test_a_format_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="must be gguf, safetensors or mlx, but is 'onnx'"):
-        Manner(format="onnx")
+        ExportSettings(format="onnx")
 
 
 def test_a_whole_model_has_nothing_to_merge_and_no_adapter(
@@ -31,7 +31,7 @@ def test_a_whole_model_has_nothing_to_merge_and_no_adapter(
         merge(source, tmp_path / "made")
     monkeypatch.setattr("rp_export.formats.gguf.check_converter", lambda _: tmp_path)
     with pytest.raises(Refused, match="no adapter"):
-        export(source, tmp_path / "made", Manner(format="gguf", adapter_only=True))
+        export(source, tmp_path / "made", ExportSettings(format="gguf", adapter_only=True))
     assert not (tmp_path / "made").exists()
 
 
@@ -46,9 +46,9 @@ def test_a_card_has_the_options_that_are_handed_in_alone(tmp_path: Path, source:
     (run / "options.json").write_text('{"data": ["/home/me/data.jsonl"], "disk": "/mnt/secret"}')
     of_run = Source(source.model, None, run, ())
 
-    write_card(tmp_path, Made("exported", of_run, options={"steps": 7}))
+    write_card(tmp_path, CardContent("exported", of_run, options={"steps": 7}))
     told = (tmp_path / "README.md").read_text()
-    write_card(tmp_path, Made("exported", of_run))
+    write_card(tmp_path, CardContent("exported", of_run))
 
     assert "```yaml\nsteps: 7\n```" in told
     assert "- data: data.jsonl" in told
@@ -64,9 +64,9 @@ def test_llama_cpps_converter_is_told_what_is_asked(tmp_path: Path) -> None:
         (checkout / name).write_text(noting)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32)).save_pretrained(model)
-    manner = Manner(format="gguf", type="q8_0", llama_cpp=checkout, unchecked=True)
+    settings = ExportSettings(format="gguf", type="q8_0", llama_cpp=checkout, unchecked=True)
 
-    done = export(source_of(Wanted(model)), tmp_path / "made", manner)
+    done = export(source_of(Wanted(model)), tmp_path / "made", settings)
 
     assert done.told == "not compared with the model's"
     assert (tmp_path / "made" / "model.gguf").read_text() == "--outtype q8_0"

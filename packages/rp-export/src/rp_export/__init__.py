@@ -4,11 +4,21 @@
 memory.
 """
 
-from rp_export.card import Made, write_card
-from rp_export.exporting import Exported, Manner, export, merge
+from rp_export.card import CardContent, write_card
+from rp_export.exporting import Exported, ExportSettings, export, merge
 from rp_export.pushing import push
 from rp_export.whole import Whole, write_whole
 
 __version__ = "0.1.0"
 
-__all__ = ["Exported", "Made", "Manner", "Whole", "export", "merge", "push", "write_card", "write_whole"]
+__all__ = [
+    "CardContent",
+    "ExportSettings",
+    "Exported",
+    "Whole",
+    "export",
+    "merge",
+    "push",
+    "write_card",
+    "write_whole",
+]

@@ -23,7 +23,7 @@ _DIGEST = "data_digest"
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class CardContent:
     """What a card is about. `how`: a word. `whole`: the weights, if they were written anew.
 
     `options`: of the run, as a file for ``--config`` has them, without what is of a machine; empty to omit them.
@@ -35,43 +35,43 @@ class Made:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def write_card(folder: Path, made: Made) -> None:
+def write_card(folder: Path, content: CardContent) -> None:
     """Write the card of a model, ``README.md``. Raises `OSError`."""
-    head = yaml.safe_dump(_head(made), sort_keys=False)
-    (folder / _CARD).write_text(f"---\n{head}---\n\n" + "\n".join(_body(made)) + "\n", encoding="utf-8")
+    head = yaml.safe_dump(_head(content), sort_keys=False)
+    (folder / _CARD).write_text(f"---\n{head}---\n\n" + "\n".join(_body(content)) + "\n", encoding="utf-8")
 
 
-def _head(made: Made) -> dict[str, Any]:
-    base = repository_of(made.source.model)
-    head: dict[str, Any] = {"library_name": "transformers", "tags": ["roundpipe", made.how]}
+def _head(content: CardContent) -> dict[str, Any]:
+    base = repository_of(content.source.model)
+    head: dict[str, Any] = {"library_name": "transformers", "tags": ["roundpipe", content.how]}
     return head if base is None else {**head, "base_model": base}
 
 
-def _body(made: Made) -> Iterator[str]:
-    name = called(made.source.model)
-    yield f"# {name}, trained with RoundPipe" if made.source.run else f"# {name}"
+def _body(content: CardContent) -> Iterator[str]:
+    name = called(content.source.model)
+    yield f"# {name}, trained with RoundPipe" if content.source.run else f"# {name}"
     yield ""
-    if made.whole is not None and made.whole.adapter:
+    if content.whole is not None and content.whole.adapter:
         yield (
-            f"A {made.whole.adapter} adapter is merged into {made.whole.changed} of {made.whole.weights} weights, "
-            f"in {', '.join(made.whole.dtypes)}."
+            f"A {content.whole.adapter} adapter is merged into {content.whole.changed} of "
+            f"{content.whole.weights} weights, in {', '.join(content.whole.dtypes)}."
         )
-    recipe = made.source.recipe
+    recipe = content.source.recipe
     if recipe:
-        yield from _of_run(made, recipe)
+        yield from _of_run(content, recipe)
     yield from ("", "## Versions", "")
     yield from (f"- {package} {number}" for package, number in _versions())
 
 
-def _of_run(made: Made, recipe: Mapping[str, Any]) -> Iterator[str]:
-    if made.options:
-        told = yaml.safe_dump(dict(made.options), sort_keys=False).splitlines()
+def _of_run(content: CardContent, recipe: Mapping[str, Any]) -> Iterator[str]:
+    if content.options:
+        told = yaml.safe_dump(dict(content.options), sort_keys=False).splitlines()
         yield from ("", "## Recipe", "", "```yaml", *told, "```")
     yield from ("", "## Data", "")
     for name in ("data", "eval_data"):
         yield from (f"- {name.replace('_', ' ')}: {without_folders(path)}" for path in recipe.get(name) or ())
     yield f"- SHA-256 of the tokens: {recipe.get(_DIGEST, 'unknown')}"
-    losses = list(_losses(made.source.run))
+    losses = list(_losses(content.source.run))
     if losses:
         yield from ("", "## Losses", "", *losses)
 

@@ -12,21 +12,21 @@ from typing import Any, Literal
 from rp_sources.sources import Source
 from rp_trainer.errors import Refused
 
-from rp_export.card import Made, write_card
+from rp_export.card import CardContent, write_card
 from rp_export.folder import check_output, made_whole
 from rp_export.formats import gguf, mlx
 from rp_export.whole import Whole, write_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
+class ExportSettings:
     """How a model is exported.
 
     `type`: of a GGUF file's numbers, as llama.cpp's converter names them. `adapter_only`: the adapter as a GGUF
     file of its own. `unchecked`: keep a file whose values are not the model's. `llama_cpp`: a checkout, None for
     that of ``ROUNDPIPE_LLAMA_CPP``. `unrounded`: of a run with packed weights, take those of the model's files.
 
-    >>> Manner(format="gguf", type="q8_0").unchecked
+    >>> ExportSettings(format="gguf", type="q8_0").unchecked
     False
 
     Raises `ValueError` for a format that is not there.
@@ -64,7 +64,7 @@ def merge(
     """Merge the adapter of a source into its model, and write that to a new folder, which transformers loads.
 
     One weight at a time is in memory, beside the adapter. `unrounded`: of a run with packed weights, merge into
-    those of the model's files. `options`: of the run, for the card, see `Made`.
+    those of the model's files. `options`: of the run, for the card, see `CardContent`.
 
     Raises `Refused` for what cannot be merged, `Unwritable` for what cannot be written.
     """
@@ -73,25 +73,29 @@ def merge(
         raise Refused(f"{source.model} is a whole model, so there is nothing to merge")
     with made_whole(output) as folder:
         whole = write_whole(folder, source, is_rounded=not unrounded)
-        write_card(folder, Made("merged", source, whole, options or {}))
+        write_card(folder, CardContent("merged", source, whole, options or {}))
     return whole
 
 
 def export(
-    source: Source, output: Path, manner: Manner | None = None, *, options: Mapping[str, Any] | None = None
+    source: Source,
+    output: Path,
+    settings: ExportSettings | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
 ) -> Exported:
     """Write the model of a source, with its adapter merged, to a new folder; `options`: of the run, for the card.
 
     Raises `Refused` for what cannot be exported, `Unwritable` for what cannot be written, or has other values.
     """
-    manner = manner or Manner()
+    settings = settings or ExportSettings()
     check_output(output)
-    checkout = manner.check()
-    if manner.adapter_only:
+    checkout = settings.check()
+    if settings.adapter_only:
         _check_adapter(source)
     with made_whole(output) as folder:
-        done = _written(folder, source, manner, checkout)
-        write_card(folder, Made("exported", source, done.whole, options or {}))
+        done = _written(folder, source, settings, checkout)
+        write_card(folder, CardContent("exported", source, done.whole, options or {}))
     return done
 
 
@@ -101,27 +105,29 @@ def _check_adapter(source: Source) -> None:
     gguf.check_simple(source.adapter)
 
 
-def _written(folder: Path, source: Source, manner: Manner, checkout: Path | None) -> Exported:
-    if manner.adapter_only and checkout is not None and source.adapter is not None:
-        file, kind = folder / "adapter.gguf", manner.type
+def _written(folder: Path, source: Source, settings: ExportSettings, checkout: Path | None) -> Exported:
+    if settings.adapter_only and checkout is not None and source.adapter is not None:
+        file, kind = folder / "adapter.gguf", settings.type
         return Exported(
-            gguf.write_adapter_file(checkout, source.adapter, source.model, file, kind, unchecked=manner.unchecked)
+            gguf.write_adapter_file(
+                checkout, source.adapter, source.model, file, kind, unchecked=settings.unchecked
+            )
         )
-    if manner.format == "safetensors":
-        whole = write_whole(folder, source, is_rounded=not manner.unrounded)
+    if settings.format == "safetensors":
+        whole = write_whole(folder, source, is_rounded=not settings.unrounded)
         return Exported(f"{whole.weights} weights in {' and '.join(whole.dtypes)}", whole)
     # Beside the output, where there is room for it.
     with TemporaryDirectory(dir=folder.parent, prefix=".exporting-") as place:
-        whole = write_whole(Path(place), source, is_rounded=not manner.unrounded)
-        return Exported(_converted(Path(place), folder, manner, checkout), whole)
+        whole = write_whole(Path(place), source, is_rounded=not settings.unrounded)
+        return Exported(_converted(Path(place), folder, settings, checkout), whole)
 
 
-def _converted(model: Path, folder: Path, manner: Manner, checkout: Path | None) -> str:
+def _converted(model: Path, folder: Path, settings: ExportSettings, checkout: Path | None) -> str:
     if checkout is not None:
         file = folder / "model.gguf"
-        return gguf.write_model_file(checkout, model, file, manner.type, unchecked=manner.unchecked)
+        return gguf.write_model_file(checkout, model, file, settings.type, unchecked=settings.unchecked)
     # mlx_lm makes the folder itself.
     made = model / "mlx"
-    told = mlx.write_folder(model, made, unchecked=manner.unchecked)
+    told = mlx.write_folder(model, made, unchecked=settings.unchecked)
     shutil.copytree(made, folder, dirs_exist_ok=True)
     return told

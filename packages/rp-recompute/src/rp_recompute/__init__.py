@@ -11,7 +11,7 @@ from rp_recompute.copies import copied
 from rp_recompute.errors import ImpureLayer
 from rp_recompute.examination import Subject, examined
 from rp_recompute.precision import least_precise
-from rp_recompute.randomness import Drawer, Habits, NewHabits, Randomness, draw_seed, mix, unseeded
+from rp_recompute.randomness import Habits, NewHabits, Randomness, RngConsumer, draw_seed, mix, unseeded
 from rp_recompute.sketch import sketch
 
 __version__ = "0.1.0"
@@ -20,12 +20,12 @@ count_as_inside("rp_recompute")
 
 __all__ = [
     "Attributes",
-    "Drawer",
     "Habits",
     "ImpureLayer",
     "ModuleCopy",
     "NewHabits",
     "Randomness",
+    "RngConsumer",
     "Subject",
     "attributes_of",
     "copied",

@@ -30,10 +30,13 @@ def is_lazy(leaf: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One leaf that differs. `path`: in the output. `share`: norm of the difference, relative. `words`: how."""
+    """One leaf that differs. `path`: in the output. `words`: how.
+
+    `relative_norm`: that of the difference; of integers the part of the elements that differ.
+    """
 
     path: str
-    share: float
+    relative_norm: float
     words: str
 
 
@@ -105,15 +108,15 @@ def _by_value(path: str, one: Any, other: Any) -> Difference | None:
     if differ is None:
         return None
     if not (one.is_floating_point() or one.is_complex()):
-        share = differ.float().mean().item()
-        return Difference(path, share, f"differs in {int(differ.sum())} of {differ.numel()} elements")
+        relative_norm = differ.float().mean().item()
+        return Difference(path, relative_norm, f"differs in {int(differ.sum())} of {differ.numel()} elements")
     # Equal infinities have no difference; others, and a NaN beside a number, count as much as the whole.
     nothing: Any = torch.zeros_like(one)
     gap: Any = torch.where(differ, one - other, nothing).abs().to(torch.float32)
     size: Any = torch.where(one.isfinite(), one, nothing).abs().to(torch.float32)
     least = torch.finfo(torch.float32).tiny
-    share = float((gap.norm() / size.norm().clamp_min(least)).nan_to_num(torch.inf))
-    return Difference(path, share, f"differs by up to {float(gap.max()):g} of {float(size.max()):g}")
+    relative_norm = float((gap.norm() / size.norm().clamp_min(least)).nan_to_num(torch.inf))
+    return Difference(path, relative_norm, f"differs by up to {float(gap.max()):g} of {float(size.max()):g}")
 
 
 def _differ(one: Any, other: Any) -> Any | None:
@@ -129,8 +132,8 @@ def _unequal(one: Any, other: Any) -> Any:
 
 
 def largest(found: dict[str, Difference]) -> Difference:
-    """The difference of the largest share."""
-    return max(found.values(), key=lambda each: each.share)
+    """The difference of the largest norm."""
+    return max(found.values(), key=lambda each: each.relative_norm)
 
 
 def beyond_roundings(found: dict[str, Difference], dtype: torch.dtype) -> dict[str, Difference]:
@@ -144,7 +147,7 @@ def beyond_roundings(found: dict[str, Difference], dtype: torch.dtype) -> dict[s
     """
     eps = torch.finfo(dtype).eps
     most = max(eps, _ROUNDINGS * min(eps, torch.finfo(torch.float32).eps))
-    return {path: each for path, each in found.items() if "elements" in each.words or each.share > most}
+    return {path: each for path, each in found.items() if "elements" in each.words or each.relative_norm > most}
 
 
 def beyond_noise(
@@ -161,7 +164,8 @@ def beyond_noise(
         is_integer = "elements" in words
         least = _INTEGERS if is_integer else _ROUNDINGS * eps
         return max(
-            least, min(_NOISES * noise[path].share if path in noise else 0.0, _MOST if is_integer else most)
+            least,
+            min(_NOISES * noise[path].relative_norm if path in noise else 0.0, _MOST if is_integer else most),
         )
 
-    return {path: each for path, each in found.items() if each.share > allowed(path, each.words)}
+    return {path: each for path, each in found.items() if each.relative_norm > allowed(path, each.words)}

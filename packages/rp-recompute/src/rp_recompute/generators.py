@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 
-class Source(Protocol):
+class ProcessGenerator(Protocol):
     """A generator that belongs to the whole process."""
 
     def state(self) -> Any:
@@ -64,7 +64,7 @@ def _numpy_random() -> Any:
 _PYTHON, _NUMPY = _Python(), _NumPy()
 
 
-def sources() -> tuple[Source, ...]:
+def sources() -> tuple[ProcessGenerator, ...]:
     """The generators that code of this process can draw from.
 
     >>> len(sources()) in (1, 2)
@@ -76,7 +76,7 @@ def sources() -> tuple[Source, ...]:
 
 
 @contextmanager
-def seeded(chosen: Sequence[Source], seed: int) -> Generator[None]:
+def seeded(chosen: Sequence[ProcessGenerator], seed: int) -> Generator[None]:
     """Seed these generators inside the context; set them back at its end.
 
     >>> before = random.getstate()
@@ -95,9 +95,9 @@ def seeded(chosen: Sequence[Source], seed: int) -> Generator[None]:
 class Look:
     """Sees which of the generators are drawn from between its making and `drawn`."""
 
-    def __init__(self, watched: Sequence[Source]) -> None:
+    def __init__(self, watched: Sequence[ProcessGenerator]) -> None:
         self._before = [(source, source.state()) for source in watched]
 
-    def drawn(self) -> tuple[Source, ...]:
+    def drawn(self) -> tuple[ProcessGenerator, ...]:
         """The generators whose state has changed."""
         return tuple(source for source, state in self._before if source.state() != state)

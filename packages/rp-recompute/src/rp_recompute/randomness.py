@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, assert_never
 import torch
 from rp_errors import Busy
 
-from rp_recompute.generators import Look, Source, seeded, sources
+from rp_recompute.generators import Look, ProcessGenerator, seeded, sources
 
 _Result = TypeVar("_Result")
 _MASK = (1 << 64) - 1
@@ -58,7 +58,7 @@ def may_draw_seed() -> bool:
     return not _HELD.get()
 
 
-class Drawer(NamedTuple):
+class RngConsumer(NamedTuple):
     """A consumer of random numbers: a layer, its `prepare`, or the loss function. Each gets its own seed."""
 
     what: Literal["layer", "prepare", "loss"]
@@ -78,7 +78,7 @@ class Drawer(NamedTuple):
 
 
 # What draws, and for which microbatch.
-_Place = tuple[Drawer, int]
+_DrawKey = tuple[RngConsumer, int]
 
 
 def mix(seed: int, layer: int, microbatch: int) -> int:
@@ -223,7 +223,7 @@ def _untraced(function: Callable[..., _Result], like: Callable[..., _Result]) ->
 
 
 class Habits(Protocol):
-    """What drawers were seen to do, shared by all calls of a model: `rp_state.Habits`, or `NewHabits`.
+    """What consumers were seen to do, shared by all calls of a model: `rp_state.Habits`, or `NewHabits`.
 
     `not_drawing`: those that were last seen to draw from none of the process's generators. `sources`: for each
     that was looked at, the generators of Python and NumPy that it draws from. `writers`: those that write their
@@ -249,9 +249,9 @@ class NewHabits:
 class Randomness:
     """The random numbers of one call, for the microbatches from `first` on. `seed`: the call's, from `draw_seed`.
 
-    `habits`: what drawers were seen to do, shared by all calls of the model. `drew` and `drew_on_device`: the
-    drawers and microbatches that drew from the process's generators, or the device's, in this call. `read`: those
-    that read the CPU generator's state, to which their backward may set it.
+    `habits`: what consumers were seen to do, shared by all calls of the model. `drew` and `drew_on_device`: the
+    consumers and microbatches that drew from the process's generators, or the device's, in this call. `read`:
+    those that read the CPU generator's state, to which their backward may set it.
     """
 
     def __init__(self, seed: int, num_layers: int, habits: Habits, first: int = 0) -> None:
@@ -259,15 +259,15 @@ class Randomness:
         self._first = first
         self._num_layers = num_layers
         self._habits = habits
-        self.drew: set[tuple[Drawer, int]] = set()
-        self.drew_on_device: set[tuple[Drawer, int]] = set()
-        self.read: set[tuple[Drawer, int]] = set()
+        self.drew: set[tuple[RngConsumer, int]] = set()
+        self.drew_on_device: set[tuple[RngConsumer, int]] = set()
+        self.read: set[tuple[RngConsumer, int]] = set()
         _count_uses()
 
     def run(
         self,
         generator: torch.Generator,
-        drawer: Drawer,
+        consumer: RngConsumer,
         microbatch: int,
         body: Callable[[], _Result],
         *,
@@ -275,42 +275,42 @@ class Randomness:
     ) -> _Result:
         """Run a layer's first forward or, with `recomputes`, recompute it; note whether it reads the CPU state."""
         reads = _USES.reads
-        result = (self.recompute if recomputes else self.forward)(generator, drawer, microbatch, body)
+        result = (self.recompute if recomputes else self.forward)(generator, consumer, microbatch, body)
         if _USES.reads != reads:
-            self.read.add((drawer, microbatch))
+            self.read.add((consumer, microbatch))
         return result
 
     def forward(
-        self, generator: torch.Generator, drawer: Drawer, microbatch: int, body: Callable[[], _Result]
+        self, generator: torch.Generator, consumer: RngConsumer, microbatch: int, body: Callable[[], _Result]
     ) -> _Result:
         """Run a layer's first forward, seeded.
 
         If it draws from the CPU generator unexpectedly, it is run again under the exclusive lock.
         """
-        place = (drawer, microbatch)
+        place = (consumer, microbatch)
         habits = self._habits
-        if drawer in habits.not_drawing:
+        if consumer in habits.not_drawing:
             result, on_device, drew = self._beside_others(generator, place, body)
             if not drew:
                 if on_device:
                     self._note_device_draw(place)
                 return result
             del result
-            habits.not_drawing.discard(drawer)
-        looks = drawer not in habits.sources
+            habits.not_drawing.discard(consumer)
+        looks = consumer not in habits.sources
         run = self._looked_at if looks else self._alone
         result, on_device, drew = run(generator, place, body)
         if on_device:
             self._note_device_draw(place)
-        if drew or habits.sources[drawer]:
+        if drew or habits.sources[consumer]:
             self.drew.add(place)
-        elif drawer not in habits.writers:
+        elif consumer not in habits.writers:
             # One that writes its input could not be run again.
-            habits.not_drawing.add(drawer)
+            habits.not_drawing.add(consumer)
         return result
 
     def _looked_at(
-        self, generator: torch.Generator, place: _Place, body: Callable[[], _Result]
+        self, generator: torch.Generator, place: _DrawKey, body: Callable[[], _Result]
     ) -> tuple[_Result, bool, bool]:
         """Run alone and see which of Python's generators are drawn from. A state takes 20 to 70 µs."""
         everything, seed = sources(), self._mixed(place)
@@ -321,10 +321,10 @@ class Randomness:
         return found
 
     def recompute(
-        self, generator: torch.Generator, drawer: Drawer, microbatch: int, body: Callable[[], _Result]
+        self, generator: torch.Generator, consumer: RngConsumer, microbatch: int, body: Callable[[], _Result]
     ) -> _Result:
         """Recompute a layer with the random numbers of its first forward."""
-        place = (drawer, microbatch)
+        place = (consumer, microbatch)
         if place in self.drew:
             return self._alone(generator, place, body)[0]
         if place not in self.read:
@@ -332,7 +332,9 @@ class Randomness:
         with _GATE.shared():
             return self._recompute_beside(generator, place, body)
 
-    def _recompute_beside(self, generator: torch.Generator, place: _Place, body: Callable[[], _Result]) -> _Result:
+    def _recompute_beside(
+        self, generator: torch.Generator, place: _DrawKey, body: Callable[[], _Result]
+    ) -> _Result:
         if place not in self.drew_on_device:
             return body()
         return _seeded(generator, self._mixed(place), body)[0]
@@ -345,26 +347,26 @@ class Randomness:
         """
         if not self.read:
             return _FREE
-        drawers = [*(Drawer("layer", layer) for layer in layers), *[Drawer("loss")] * with_loss]
-        places = [(drawer, microbatch) for drawer in drawers if (drawer, microbatch) in self.read]
+        consumers = [*(RngConsumer("layer", layer) for layer in layers), *[RngConsumer("loss")] * with_loss]
+        places = [(consumer, microbatch) for consumer in consumers if (consumer, microbatch) in self.read]
         if not places:
             return _FREE
         return _GATE.shared() if self.drew.isdisjoint(places) else _GATE.alone()
 
-    def _note_device_draw(self, place: _Place) -> None:
+    def _note_device_draw(self, place: _DrawKey) -> None:
         self.drew_on_device.add(place)
         self._habits.drawing_on_device.add(place[0])
 
-    def seed_of(self, drawer: Drawer, microbatch: int) -> int:
-        """The seed of a drawer for a microbatch."""
-        return self._mixed((drawer, microbatch))
+    def seed_of(self, consumer: RngConsumer, microbatch: int) -> int:
+        """The seed of a consumer for a microbatch."""
+        return self._mixed((consumer, microbatch))
 
-    def _mixed(self, place: _Place) -> int:
-        drawer, microbatch = place
-        return mix(self.seed, drawer.place(self._num_layers), self._first + microbatch)
+    def _mixed(self, place: _DrawKey) -> int:
+        consumer, microbatch = place
+        return mix(self.seed, consumer.place(self._num_layers), self._first + microbatch)
 
     def has_drawn(self) -> bool:
-        """Return whether any drawer of the call drew from a generator."""
+        """Return whether any consumer of the call drew from a generator."""
         return bool(self.drew or self.drew_on_device)
 
     def uses_generators(self) -> bool:
@@ -372,7 +374,7 @@ class Randomness:
         return self.has_drawn() or bool(self.read)
 
     def _beside_others(
-        self, device: torch.Generator, place: _Place, body: Callable[[], _Result]
+        self, device: torch.Generator, place: _DrawKey, body: Callable[[], _Result]
     ) -> tuple[_Result, bool, bool]:
         callers, sets, drew = _GATE.share(), _USES.sets, True
         try:
@@ -383,9 +385,9 @@ class Randomness:
             _GATE.leave(drawn=drew)
 
     def _alone(
-        self, device: torch.Generator, place: _Place, body: Callable[[], _Result]
+        self, device: torch.Generator, place: _DrawKey, body: Callable[[], _Result]
     ) -> tuple[_Result, bool, bool]:
-        chosen: tuple[Source, ...] = self._habits.sources.get(place[0], ())
+        chosen: tuple[ProcessGenerator, ...] = self._habits.sources.get(place[0], ())
         seed = self._mixed(place)
         with _GATE.alone(), seeded(chosen, seed):
             return self._from_seed(device, seed, body)
@@ -400,7 +402,7 @@ class Randomness:
 
 def unseeded(generator: torch.Generator, body: Callable[[], _Result]) -> _Result:
     """Run what must not change any generator of the process in a call that does not seed them."""
-    return Randomness(0, 1, NewHabits()).forward(generator, Drawer("layer"), 0, body)
+    return Randomness(0, 1, NewHabits()).forward(generator, RngConsumer("layer"), 0, body)
 
 
 def _seeded(generator: torch.Generator, seed: int, body: Callable[[], _Result]) -> tuple[_Result, bool]:

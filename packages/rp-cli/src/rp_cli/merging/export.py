@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import rp_export
-from rp_export import Manner
+from rp_export import ExportSettings
 from rp_export.folder import check_output
 from rp_export.pushing import check_push
 from rp_sources.sources import source_of
@@ -19,16 +19,16 @@ from rp_cli.merging.recipe import recipe_of
 
 def export(options: ExportOptions) -> None:
     """Write the model of a run, with its adapter merged. Raises `Refused`, `Unwritable`."""
-    manner = Manner(**{one.name: getattr(options, one.name) for one in fields(Manner)})
+    settings = ExportSettings(**{one.name: getattr(options, one.name) for one in fields(ExportSettings)})
     # Before anything is downloaded.
     check_output(options.output)
     check_push(options.push)
-    manner.check()
+    settings.check()
     source = source_of(options)
     if options.adapter_only and source.adapter is None:
         raise Refused(f"--adapter-only: {options.run} holds a whole model, and no adapter")
     without_bars()
-    done = rp_export.export(source, options.output, manner, options=recipe_of(source))
+    done = rp_export.export(source, options.output, settings, options=recipe_of(source))
     tell_unused(done.whole)
     print(f"{options.format} in {options.output}: {done.told}", flush=True)
     push(options)

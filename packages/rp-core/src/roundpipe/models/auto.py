@@ -81,7 +81,7 @@ class AutoRoundPipe(RoundPipeBase):
         self._own("parts", _parts(model))
         parts = list(dict.fromkeys(self.parts.values()))
         if any(part.engine.host.state.options.steps_in_backward for part in parts):
-            raise not_a_row(self.name)
+            raise needs_row_error(self.name)
         self._own("runtime", _shared_runtime(parts, runtime))
         hosts = [part.engine.host for part in parts]
         resident = Resident(self.name, model, [part.model for part in parts], hosts, self.runtime, optim_dtype)
@@ -184,7 +184,7 @@ class AutoRoundPipe(RoundPipeBase):
         return facts_of(self.named_model, self.optim_dtype, self.parts)
 
 
-def not_a_row(name: str) -> ValueError:
+def needs_row_error(name: str) -> ValueError:
     """The error of a model that has no `forward_backward`, in which its optimizer was to step."""
     return ValueError(
         f"step_in_backward=True needs a sequence of layers, whose forward_backward the optimizer steps in, but "

@@ -19,7 +19,7 @@ from rp_errors import warn_user
 from rp_stand_in import NarrowAdapters, StandIn, publish_first, renamed
 from torch import nn
 
-from roundpipe.models.calls.surroundings import refuse_symbolic_tracing, sharded
+from roundpipe.models.calls.surroundings import fsdp_error, refuse_symbolic_tracing
 from roundpipe.models.saved.layout import layout_of
 from roundpipe.models.wrapped.call_site import caller
 from roundpipe.models.wrapped.foreign import check_not_packed_by_others
@@ -241,7 +241,7 @@ class RoundPipeBase(StandIn):
     def __setattr__(self, name: str, value: Any) -> None:
         # What torch's FSDP sets on each module whose parameters it is about to replace.
         if name == "_is_fsdp_managed_module":
-            raise sharded(self.name)
+            raise fsdp_error(self.name)
         super().__setattr__(name, value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:

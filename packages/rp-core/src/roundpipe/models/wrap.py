@@ -17,7 +17,7 @@ from rp_transfer import MappedFiles, group
 from torch import nn
 
 from roundpipe.models.adapters import PER_CALL, adds_to_outputs, base_of
-from roundpipe.models.auto import AutoRoundPipe, not_a_row
+from roundpipe.models.auto import AutoRoundPipe, needs_row_error
 from roundpipe.models.base import wrappers
 from roundpipe.models.partition import Rules, Splitter, flat_row, module_bytes
 from roundpipe.models.presets import row_of_preset
@@ -151,7 +151,7 @@ def _taken_apart(model: nn.Module, name: str, rules: Rules, options: WrapOptions
     register_lazy_hooks(model)
     splitter = Splitter(model, name, rules, options)
     if options.step_in_backward and splitter.wrapped:
-        raise not_a_row(name)
+        raise needs_row_error(name)
     if splitter.wrapped:
         check_compute(name, splitter.wrapped, options.devices(), options.run_config.compute)
     _check_memory(splitter.wrapped, name, options)

@@ -18,7 +18,7 @@ class Aborted(Exception):
     """Another task of the same run failed; users never see it."""
 
 
-class _Place:
+class _PendingPacket:
     """Holds one packet for a known number of readers; its lock is held while it is empty."""
 
     __slots__ = ("_empty", "packet", "readers")
@@ -59,7 +59,7 @@ class Exchange:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._places: dict[Slot, _Place] = {}
+        self._pending: dict[Slot, _PendingPacket] = {}
         self._kept: dict[Slot, Packet] = {}
         self._recomputed: set[tuple[int, int]] = set()
         self._closed = False
@@ -69,7 +69,7 @@ class Exchange:
     def expect(self, slots: Iterable[Slot]) -> None:
         """Add one reader to each of these slots."""
         for slot in slots:
-            self._places.setdefault(slot, _Place()).readers += 1
+            self._pending.setdefault(slot, _PendingPacket()).readers += 1
 
     def expect_tasks(self, call: Call, tasks: Iterable[Task]) -> None:
         """Expect the slots that these tasks of a call take."""
@@ -82,7 +82,7 @@ class Exchange:
 
     def is_expected(self, slot: Slot) -> bool:
         """Whether the slot has readers, so that it must be filled."""
-        return slot in self._places
+        return slot in self._pending
 
     def will_recompute(self, layer: int, microbatch: int) -> bool:
         """Whether the layer will be recomputed for this microbatch."""
@@ -92,7 +92,7 @@ class Exchange:
         """Fill an expected slot; do nothing after `close`."""
         with self._lock:
             if not self._closed:
-                self._places[slot].fill(packet)
+                self._pending[slot].fill(packet)
 
     def take(self, slot: Slot, wait_until: WaitUntil | None = None) -> Packet:
         """Block until the slot is filled and return its packet. The last reader removes the slot.
@@ -104,14 +104,14 @@ class Exchange:
         with self._lock:
             if self._closed:
                 raise Aborted
-            place = self._places[slot]
+            pending = self._pending[slot]
         if wait_until is not None:
-            wait_until(place.is_filled)
-        packet = place.wait()
+            wait_until(pending.is_filled)
+        packet = pending.wait()
         with self._lock:
-            place.readers -= 1
-            if place.readers == 0:
-                self._places.pop(slot, None)
+            pending.readers -= 1
+            if pending.readers == 0:
+                self._pending.pop(slot, None)
         return packet
 
     def keep(self, slot: Slot, packet: Packet) -> None:
@@ -130,13 +130,13 @@ class Exchange:
         """End the exchange after a failure: every waiting or later `take` raises `Aborted`."""
         with self._lock:
             self._closed = True
-            waiting = [place for place in self._places.values() if place.packet is None]
-        for place in waiting:
-            place.fill(None)
+            waiting = [pending for pending in self._pending.values() if pending.packet is None]
+        for pending in waiting:
+            pending.fill(None)
 
     def clear(self) -> None:
         """Release the packets that were not taken."""
-        self._places.clear()
+        self._pending.clear()
         self._kept.clear()
 
 

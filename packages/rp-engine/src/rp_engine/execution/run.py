@@ -38,7 +38,7 @@ from rp_engine.execution.stage.task_context import TaskContext
 from rp_engine.execution.task_job import TaskJob
 from rp_engine.execution.turns import CallTurns
 from rp_engine.runtime.lane import Lane
-from rp_engine.runtime.late_errors import Late
+from rp_engine.runtime.late_errors import UnreportedError
 from rp_engine.runtime.launcher import wait_until
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.runtime.tickets import taking_tickets
@@ -70,7 +70,7 @@ class Run:
         self._twins = twins
         self._lock = threading.Lock()
         self._error: BaseException | None = None
-        self._late = Late()
+        self._unreported = UnreportedError()
         self._outcomes: list[Outcome[None]] = []
         self._deliveries: list[Outcome[None]] = []
         self._turns = CallTurns(call.state, call.num_microbatches)
@@ -198,7 +198,7 @@ class Run:
             # For example Ctrl-C: later work must not wait for tasks that will never run.
             self.abort(error, "while it was launched")
             self._error = None
-            self._late.tell()
+            self._unreported.tell()
             for _, job in jobs:
                 job.leave()
             self._turns.leave_step()
@@ -297,7 +297,7 @@ class Run:
         if is_out_of_memory(error):
             add_note(error, advice(self.call))
             clear_frames(error)
-        self._late.note(error)
+        self._unreported.note(error)
         if self._adds_gradients:
             self.call.state.health.describe_incomplete(self.number, in_words(error))
 
@@ -352,7 +352,7 @@ class Run:
         if self._error is None:
             return self._impurity()
         self._await_devices(self._error)
-        self._late.tell()
+        self._unreported.tell()
         self._exchange.clear()
         # The error keeps its frames and their objects alive, so this run drops its reference.
         error, self._error = self._error, None

@@ -19,7 +19,7 @@ from rp_transfer import Ticket
 
 from rp_engine.optimizer.model_step import ModelStep, ModelTurns
 from rp_engine.optimizer.publication import Publication
-from rp_engine.runtime.late_errors import Late
+from rp_engine.runtime.late_errors import UnreportedError
 from rp_engine.runtime.launcher import wait_until
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.runtime.tickets import Take, taking_tickets
@@ -32,7 +32,7 @@ class StepQueue:
         self._name = name
         self._state = state
         self._runtime = runtime
-        self._pending: list[tuple[Outcome[None], Late]] = []
+        self._pending: list[tuple[Outcome[None], UnreportedError]] = []
         self.results = runtime.peers.results(state)
         self._no_publication = Publication(name, state, self.results, {})
 
@@ -80,11 +80,11 @@ class StepQueue:
     def submit(self, job: Callable[[Tracer], None]) -> Outcome[None]:
         """Queue a job on the optimizer's thread; `errors` returns what it raises."""
         tracer = tracing.current()
-        late = Late()
+        unreported = UnreportedError()
         # With the caller's context variables, where newer torch keeps settings.
-        outcome = self._runtime.optimizer.submit(copy_context().run, _noted, late, job, tracer)
+        outcome = self._runtime.optimizer.submit(copy_context().run, _noted, unreported, job, tracer)
         tracer.follow(outcome)
-        self._pending.append((outcome, late))
+        self._pending.append((outcome, unreported))
         return outcome
 
     def share(self, other: StepQueue) -> None:
@@ -96,8 +96,8 @@ class StepQueue:
         """The errors of jobs that have ended since the last call of this."""
         over = [pending for pending in self._pending if pending[0].done()]
         self._pending[:] = [pending for pending in self._pending if pending not in over]
-        for _, late in over:
-            late.tell()
+        for _, unreported in over:
+            unreported.tell()
         return [error for outcome, _ in over if (error := outcome.exception()) is not None]
 
     def wait(self) -> None:
@@ -106,9 +106,9 @@ class StepQueue:
             wait_until(outcome.wait)
 
 
-def _noted(late: Late, job: Callable[[Tracer], None], tracer: Tracer) -> None:
+def _noted(unreported: UnreportedError, job: Callable[[Tracer], None], tracer: Tracer) -> None:
     try:
         job(tracer)
     except BaseException as error:
-        late.note(error)
+        unreported.note(error)
         raise

@@ -26,7 +26,7 @@ from rp_engine.planning.footprint import Footprint, resident_bytes
 from rp_engine.planning.microbatches import counts_of, fastest
 from rp_engine.planning.plan_cache import PlanCache
 from rp_engine.planning.pricing import FORWARD_PART, LAUNCH_MS, Pricing
-from rp_engine.planning.with_state import homes, tasks_at_home
+from rp_engine.planning.with_state import assign_layers, stateful_tasks
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.settings.execute_plan import ModelExecutePlan
 from rp_engine.settings.run_config import RoundPipeRunConfig
@@ -195,14 +195,14 @@ class Planner:
         `kept`: the weights that are there.
         """
         memory = [use.total_bytes if use.is_complete else math.inf for use in self._runtime.memory()]
-        tasks = tasks_at_home(self._state.layers, size.microbatches, self.homes(), kept, memory)
+        tasks = stateful_tasks(self._state.layers, size.microbatches, self.homes(), kept, memory)
         self._predict("infer", size, tasks)
         return tasks
 
     def homes(self) -> tuple[tuple[int, ...], ...]:
         """Return the layers of each device in calls whose state stays there; the same until layers change."""
         if self._homes is None:
-            self._homes = homes(self._state.layers, self._runtime)
+            self._homes = assign_layers(self._state.layers, self._runtime)
         return self._homes
 
     def _predict(self, mode: Mode, size: CallSize, tasks: tuple[Task, ...]) -> None:

@@ -69,7 +69,7 @@ def probe(runtime: Runtime, *, nbytes: int = _BYTES, host_bytes: int = _HOST_BYT
     Raises any error of an allocation or a copy.
     """
     lanes = runtime.lanes
-    up, down = ([_Link(runtime.backend, lane, way, nbytes) for lane in lanes] for way in ("up", "down"))
+    up, down = ([_LinkDirection(runtime.backend, lane, way, nbytes) for lane in lanes] for way in ("up", "down"))
     ups, downs = ([at_once([link], _COPIES)[0] for link in links] for links in (up, down))
     return Rates(
         up_gb_s=tuple(ups),
@@ -83,7 +83,7 @@ def probe(runtime: Runtime, *, nbytes: int = _BYTES, host_bytes: int = _HOST_BYT
     )
 
 
-class _Link:
+class _LinkDirection:
     """One direction of a device's link, with the host buffer that it is measured with."""
 
     def __init__(self, backend: Backend, lane: Lane, way: Way, nbytes: int) -> None:
@@ -110,7 +110,7 @@ class _Link:
         return copies * host.nbytes / max(last.seconds_since(first), 1e-9) / 1e9
 
 
-def at_once(links: Iterable[_Link], copies: int) -> list[float]:
+def at_once(links: Iterable[_LinkDirection], copies: int) -> list[float]:
     """Return the GB/s that each of these links reaches while all are in use."""
     started = [link.start(copies) for link in links]
     return [wait() for wait in started]

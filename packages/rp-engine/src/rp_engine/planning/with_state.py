@@ -23,7 +23,7 @@ _TURN_SHARE = 1 / 32
 _STAGE_SHARE = 0.25
 
 
-def homes(layers: Sequence[LayerState], runtime: Runtime) -> tuple[tuple[int, ...], ...]:
+def assign_layers(layers: Sequence[LayerState], runtime: Runtime) -> tuple[tuple[int, ...], ...]:
     """Return the layers of each device.
 
     Where all weights have room on some devices, those layers that follow each other are on as few devices as that
@@ -65,7 +65,7 @@ def _divided(sizes: Sequence[int], shares: Sequence[int], count: int) -> tuple[t
     return tuple(tuple(layer for layer, home in enumerate(homes) if home == device) for device in range(count))
 
 
-def tasks_at_home(
+def stateful_tasks(
     layers: Sequence[LayerState],
     microbatches: int,
     homes: Sequence[Sequence[int]],

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from rp_optim.jobs import finish_all
 
-from rp_engine.runtime.late_errors import tell_the_rest
+from rp_engine.runtime.late_errors import report_remaining
 
 
 class Open(Protocol):
@@ -46,7 +46,7 @@ class AtExit:
     def _run(self) -> None:
         self.has_begun = True
         with ExitStack() as stack:
-            stack.callback(tell_the_rest)
+            stack.callback(report_remaining)
             stack.callback(finish_all)
             # What has ended the process, if it was an error.
             error: BaseException | None = getattr(sys, "last_value", None)

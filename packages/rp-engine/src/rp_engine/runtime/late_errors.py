@@ -17,38 +17,38 @@ _TITLE = (
 )
 
 
-class Late:
+class UnreportedError:
     """Holds one piece of work's error as text, since an error object would keep its frames' objects alive.
 
-    >>> late = Late()
+    >>> late = UnreportedError()
     >>> late.note(ValueError("no"))
-    >>> untold()[-1]
+    >>> unreported()[-1]
     'ValueError: no\\n'
     >>> late.tell()
-    >>> "ValueError: no\\n" in untold()
+    >>> "ValueError: no\\n" in unreported()
     False
     """
 
     def note(self, error: BaseException) -> None:
         """Record that the work failed."""
-        _UNTOLD[self] = _report(error)
+        _UNREPORTED[self] = _report(error)
 
     def tell(self) -> None:
         """Note that the user has got the error, if there is one."""
-        _UNTOLD.pop(self, None)
+        _UNREPORTED.pop(self, None)
 
 
-def untold() -> list[str]:
+def unreported() -> list[str]:
     """Return the errors that the user has not got, the oldest first."""
-    return list(_UNTOLD.values())
+    return list(_UNREPORTED.values())
 
 
-def tell_the_rest() -> None:
+def report_remaining() -> None:
     """Write the remaining errors to standard error, when the process ends."""
-    for report in untold():
+    for report in unreported():
         if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison] - without a terminal there may be none
             sys.stderr.write(f"{_TITLE}{report}")
-    _UNTOLD.clear()
+    _UNREPORTED.clear()
 
 
 def _report(error: BaseException) -> str:
@@ -58,6 +58,6 @@ def _report(error: BaseException) -> str:
         return f"{in_words(error)}\n"
 
 
-_UNTOLD: dict[Late, str] = {}
+_UNREPORTED: dict[UnreportedError, str] = {}
 # A forked child does not report its parent's errors.
-os.register_at_fork(after_in_child=_UNTOLD.clear)
+os.register_at_fork(after_in_child=_UNREPORTED.clear)

@@ -18,7 +18,7 @@ _WAITING = 4
 
 
 @dataclass(slots=True)
-class _Place:
+class _ResidentBlock:
     """A block in memory. `transfer`: the last read or write of it, which may be under way."""
 
     offset: int
@@ -51,7 +51,7 @@ class Blocks:
         self._addresses = list(accumulate(self._sizes, initial=0))
         volume.reserve(self._addresses[-1])
         self._arena = Arena(volume.rounded(max(memory_bytes, *self._sizes, 1)))
-        self._resident: dict[int, _Place] = {}
+        self._resident: dict[int, _ResidentBlock] = {}
         # Blocks that have contents on the volume.
         self._written: set[int] = set()
         self._taken: int | None = None
@@ -151,7 +151,7 @@ class Blocks:
                 "begins new files"
             )
 
-    def _wait(self, place: _Place) -> None:
+    def _wait(self, place: _ResidentBlock) -> None:
         try:
             place.transfer.wait()
         except BaseException as error:
@@ -167,17 +167,17 @@ class Blocks:
                 self._wait(place)
                 place.writes = False
 
-    def _memory_of(self, index: int, place: _Place) -> memoryview:
+    def _memory_of(self, index: int, place: _ResidentBlock) -> memoryview:
         return self._arena.bytes_at(place.offset, self._sizes[index])
 
-    def _read(self, index: int, offset: int) -> _Place:
-        place = self._resident[index] = _Place(offset)
+    def _read(self, index: int, offset: int) -> _ResidentBlock:
+        place = self._resident[index] = _ResidentBlock(offset)
         if index in self._written:
             place.transfer = self._volume.read(self._addresses[index], self._memory_of(index, place))
             self.bytes_read += self._sizes[index]
         return place
 
-    def _load(self, index: int) -> _Place:
+    def _load(self, index: int) -> _ResidentBlock:
         while (offset := self._room(self._sizes[index], -1)) is None:
             # The arena is as large as the largest block, so something is under way, or has just ended.
             self._write_changed(0)

@@ -11,11 +11,11 @@ from typing import Any
 class Habits:
     """What was seen in the first runs of layers, loss function and `prepare`; replaced when layers change.
 
-    `not_drawing`: the drawers (see `rp_recompute.randomness`) that were last seen to draw from none of the
-    process's generators. `sources`: for each drawer that was looked at, the generators of Python and NumPy that it
-    draws from. `examined`: how often each layer was examined for what leaves it beside its output, in calls
-    without gradients (False) and with them (True). `writers`: drawers that write their input in place.
-    `drawing_on_device`: drawers that were seen to draw from a device's generator. `told`: why layers run
+    `not_drawing`: the consumers (see `rp_recompute.randomness`) that were last seen to draw from none of the
+    process's generators. `sources`: for each consumer that was looked at, the generators of Python and NumPy that
+    it draws from. `examined`: how often each layer was examined for what leaves it beside its output, in calls
+    without gradients (False) and with them (True). `writers`: consumers that write their input in place.
+    `drawing_on_device`: consumers that were seen to draw from a device's generator. `told`: why layers run
     without graphs, as it was logged. `evaluates_randomly`: whether anything draws though all modules are in
     evaluation mode; None: not seen yet. `looks`: how often objects of a class, in what a layer takes or returns,
     were looked into.

@@ -32,7 +32,7 @@ _HOST_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TensorRef:
     """A tensor by its memory. `made`: the storage, if the body made it; memory from before is not kept alive."""
 
     storage: StorageWeakRef
@@ -60,7 +60,7 @@ class _Step:
     operation: OpOverload[Any, Any]
     arguments: list[Any]
     spec: Any
-    outputs: list[_Place | None]
+    outputs: list[_TensorRef | None]
     draws: int | None
 
     def run(self) -> None:
@@ -157,8 +157,8 @@ class _Log(TorchDispatchMode):
         # By address, which nothing else can have meanwhile: storages are kept, or belong to the caller.
         self.made: dict[int, torch.UntypedStorage] = {}
         # Of memory from before.
-        self.reads: dict[_Place, None] = {}
-        self.writes: dict[_Place, None] = {}
+        self.reads: dict[_TensorRef, None] = {}
+        self.writes: dict[_TensorRef, None] = {}
         self._before: dict[int, tuple[torch.UntypedStorage, bytes]] = {}
         self._draws: int | None = None
         # The generator belongs to the process: what draws nothing leaves it to other threads.
@@ -207,13 +207,15 @@ class _Log(TorchDispatchMode):
             raise NotCapturable(f"{func} draws random numbers outside of the places that were given for it")
         return self._draws
 
-    def _place(self, tensor: torch.Tensor) -> _Place:
+    def _place(self, tensor: torch.Tensor) -> _TensorRef:
         storage = tensor.untyped_storage()
         made = self.made.get(storage.data_ptr()) if storage.nbytes() else storage
         shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-        return _Place(StorageWeakRef(storage), made, tensor.dtype, int(tensor.storage_offset()), shape, strides)
+        return _TensorRef(
+            StorageWeakRef(storage), made, tensor.dtype, int(tensor.storage_offset()), shape, strides
+        )
 
-    def _output(self, value: Any, known: Sequence[int]) -> _Place | None:
+    def _output(self, value: Any, known: Sequence[int]) -> _TensorRef | None:
         if not isinstance(value, torch.Tensor):
             return None
         _check(value, "an operation")
@@ -223,10 +225,10 @@ class _Log(TorchDispatchMode):
         self.made[storage.data_ptr()] = storage
         return self._place(value)
 
-    def _note_uses(self, places: Iterable[Any], written: Iterable[_Place]) -> None:
+    def _note_uses(self, places: Iterable[Any], written: Iterable[_TensorRef]) -> None:
         for uses, some in ((self.reads, places), (self.writes, written)):
             for place in some:
-                if isinstance(place, _Place) and place.made is None:
+                if isinstance(place, _TensorRef) and place.made is None:
                     uses[place] = None
 
     # What a body writes to memory from before and draws is undone: on a GPU nothing would have run.
@@ -275,7 +277,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 
 def _tensor_of(leaf: Any) -> Any:
-    return leaf.tensor() if isinstance(leaf, _Place) else leaf
+    return leaf.tensor() if isinstance(leaf, _TensorRef) else leaf
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

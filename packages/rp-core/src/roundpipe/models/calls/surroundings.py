@@ -128,10 +128,10 @@ def refuse_symbolic_tracing(name: str) -> None:
         frame = frame.f_back
 
 
-def sharded(name: str) -> RoundPipeError:
+def fsdp_error(name: str) -> RoundPipeError:
     """Return the error of a wrapped model whose parameters torch's FSDP would replace.
 
-    >>> sharded("model")
+    >>> fsdp_error("model")
     RoundPipeError("model 'model' is given to torch's FSDP ..., which would replace ...")
     """
     return RoundPipeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rp_recompute.randomness import Drawer
+from rp_recompute.randomness import RngConsumer
 from rp_sched import Task
 
 from rp_engine.device.replica import has_hooks
@@ -34,16 +34,16 @@ class Graphable:
 
     def is_known(self, layer: int) -> bool:
         """Whether it was seen what random numbers a layer draws. Without seeds capturing it shows that."""
-        habits, drawer = self.place.call.habits, Drawer("layer", layer)
-        return not self._is_seeded or drawer in habits.not_drawing or drawer in habits.sources
+        habits, consumer = self.place.call.habits, RngConsumer("layer", layer)
+        return not self._is_seeded or consumer in habits.not_drawing or consumer in habits.sources
 
     def reason(self, layer: int) -> str | None:
         """What a run of a layer is beside its forward, in words; None if it is nothing else."""
-        habits, drawer = self.place.call.habits, Drawer("layer", layer)
+        habits, consumer = self.place.call.habits, RngConsumer("layer", layer)
         twins, state = self.place.twins, self.place.call.state.layers[layer]
-        if self._is_seeded and drawer not in habits.not_drawing:
+        if self._is_seeded and consumer not in habits.not_drawing:
             return "it draws random numbers on the host"
-        if drawer in habits.writers:
+        if consumer in habits.writers:
             return "it writes its input"
         if state.has_buffers:
             return "it has buffers"

@@ -11,7 +11,7 @@ from typing import Any, cast
 import rp_batch
 import torch
 from rp_recompute.attributes import Attributes, ModuleCopy, attributes_of
-from rp_recompute.randomness import Drawer
+from rp_recompute.randomness import RngConsumer
 from rp_recompute.sketch import sketch
 from rp_sched import Task
 from rp_state.block import Block
@@ -127,12 +127,12 @@ class TaskGraphs:
             _LOG.info("model %r: layers run without graphs from now on: device memory ran out", self._call.name)
 
     def _replay(self, graphs: LayerGraphs, microbatch: int, leaves: Sequence[Any]) -> Any:
-        drawers = [Drawer("layer", layer) for layer in graphs.drawing]
+        consumers = [RngConsumer("layer", layer) for layer in graphs.drawing]
         randomness = self._call.randomness
-        seeds = [] if randomness is None else [randomness.seed_of(drawer, microbatch) for drawer in drawers]
+        seeds = [] if randomness is None else [randomness.seed_of(consumer, microbatch) for consumer in consumers]
         if randomness is not None:
             # Another task may recompute them by Python.
-            randomness.drew_on_device.update((drawer, microbatch) for drawer in drawers)
+            randomness.drew_on_device.update((consumer, microbatch) for consumer in consumers)
         if graphs.trains:
             self._added.update(self._blocks(graphs.layers))
         first = graphs.layers.start
@@ -288,7 +288,7 @@ class TaskGraphs:
 
     def _drawing(self, layers: range) -> tuple[int, ...]:
         drawing = () if self._call.randomness is None else self._call.habits.drawing_on_device
-        return tuple(layer for layer in layers if Drawer("layer", layer) in drawing)
+        return tuple(layer for layer in layers if RngConsumer("layer", layer) in drawing)
 
     def _attributes(self, layers: range) -> Attributes:
         return attributes_of([ModuleCopy(*part) for layer in layers for part in self._twins.parts(layer)])

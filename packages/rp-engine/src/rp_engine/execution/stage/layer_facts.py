@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rp_recompute.randomness import Drawer
+from rp_recompute.randomness import RngConsumer
 from rp_sched import Task
 from rp_state.layers import LayerState
 from rp_telemetry.layer_times import LayerTimes
@@ -29,7 +29,7 @@ class LayerFacts:
 
     index: int
     state: LayerState
-    drawer: Drawer
+    consumer: RngConsumer
     training: tuple[bool, ...]
     prepares: bool
     has_buffers: bool
@@ -54,7 +54,7 @@ class LayerFacts:
         return cls(
             index=layer,
             state=state,
-            drawer=Drawer("layer", layer),
+            consumer=RngConsumer("layer", layer),
             training=call.flags[layer],
             prepares=twins.prepares(layer),
             has_buffers=state.has_buffers,

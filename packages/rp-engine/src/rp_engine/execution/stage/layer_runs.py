@@ -14,7 +14,7 @@ from rp_recompute.attributes import ModuleCopy, attributes_of, changes
 from rp_recompute.copies import copied
 from rp_recompute.examination import Subject, examined
 from rp_recompute.precision import least_precise
-from rp_recompute.randomness import Drawer, unseeded
+from rp_recompute.randomness import RngConsumer, unseeded
 from rp_sched import Task
 from rp_telemetry.layer_times import LayerTimes
 from rp_telemetry.tracing import NOTHING
@@ -117,14 +117,14 @@ class LayerRuns:
         facts, given = run.facts, run.given
         body = partial(self._body, run, also)
         if facts.has_buffers:
-            seeded = partial(self.seeded, facts.drawer, run.microbatch, recomputes=run.recomputes)
+            seeded = partial(self.seeded, facts.consumer, run.microbatch, recomputes=run.recomputes)
             output = self._buffers.run(facts.index, run.microbatch, body, seeded, recomputes=run.recomputes)
         else:
-            output = self.seeded(facts.drawer, run.microbatch, body, recomputes=run.recomputes)
+            output = self.seeded(facts.consumer, run.microbatch, body, recomputes=run.recomputes)
         if given.written():
             self._boundary.check_written(facts.index, given)
-            self._call.habits.writers.add(facts.drawer)
-            self._call.habits.not_drawing.discard(facts.drawer)
+            self._call.habits.writers.add(facts.consumer)
+            self._call.habits.not_drawing.discard(facts.consumer)
         if facts.looks_at_output:
             self._boundary.check_output(facts.index, output)
         return output
@@ -219,7 +219,7 @@ class LayerRuns:
         if self._call.randomness is None:
             # The caller's generators stay as they are.
             return unseeded(self._device.generator(), body)
-        return self.seeded(facts.drawer, run.microbatch, body, recomputes=True)
+        return self.seeded(facts.consumer, run.microbatch, body, recomputes=True)
 
     def _subject(self, layer: int, twin: torch.nn.Module) -> Subject:
         call = self._call
@@ -245,12 +245,12 @@ class LayerRuns:
             self._activity.current = ("in {0}, after its last microbatch", layer, -1)
             self._twins.check(layer)
 
-    def seeded(self, drawer: Drawer, microbatch: int, body: Callable[[], Any], *, recomputes: bool) -> Any:
-        """Run `body` with the seed of its drawer and microbatch, if the call draws random numbers."""
+    def seeded(self, consumer: RngConsumer, microbatch: int, body: Callable[[], Any], *, recomputes: bool) -> Any:
+        """Run `body` with the seed of its consumer and microbatch, if the call draws random numbers."""
         randomness = self._call.randomness
         if randomness is None:
             return body()
-        return randomness.run(self._device.generator(), drawer, microbatch, body, recomputes=recomputes)
+        return randomness.run(self._device.generator(), consumer, microbatch, body, recomputes=recomputes)
 
     def is_for_loss(self, layer: int) -> bool:
         """Whether the loss function is what reads a layer's output."""
@@ -274,7 +274,7 @@ class LayerRuns:
             with wide, self._twins.expanded(layer):
                 return prepare(*args, **kwargs)
 
-        found = self.seeded(Drawer("prepare", layer), run.microbatch, body, recomputes=False)
+        found = self.seeded(RngConsumer("prepare", layer), run.microbatch, body, recomputes=False)
         if self._weights.versions(buffers) != versions:
             raise TypeError("prepare wrote a buffer, but recomputation does not call it; write it in forward")
         return self._saved_data.keep_prepared(layer, run.microbatch, found)

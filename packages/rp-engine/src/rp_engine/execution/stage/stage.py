@@ -8,7 +8,7 @@ from typing import Any, assert_never
 
 import rp_batch
 import torch
-from rp_recompute.randomness import Drawer
+from rp_recompute.randomness import RngConsumer
 from rp_sched import Task, TaskKind
 from rp_telemetry.layer_times import LayerTimes
 from rp_telemetry.tracing import NOTHING
@@ -237,7 +237,7 @@ class Stage:
         assert loss_fn is not None
         with self._place.span("loss function"):
             found = self._layers.seeded(
-                Drawer("loss"), microbatch, lambda: loss_fn(output, label), recomputes=False
+                RngConsumer("loss"), microbatch, lambda: loss_fn(output, label), recomputes=False
             )
         losses, treedef = check_losses(found, with_grad=self._call.with_grad)
         self._call.losses_seen.check(len(losses))
