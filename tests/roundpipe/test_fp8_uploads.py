@@ -22,6 +22,7 @@ from roundpipe import (
     optim,
     profile,
     save_checkpoint,
+    wrap_model_to_roundpipe,
 )
 from rp_optim import write_row_codes
 from rp_packing.rows import cast_rows
@@ -307,6 +308,43 @@ def test_weights_that_something_else_reads_travel_as_they_are_or_are_refused() -
     ):
         training.train(1)
     assert "layer 2 (Spying)" in "".join(raised.value.__notes__)
+
+
+class Nested(nn.Module):
+    """Blocks inside a module: the names of parts have dots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Module()
+        self.encoder.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.encoder.blocks:
+            x = block(x)
+        return x
+
+
+def test_parts_of_a_model_that_is_taken_apart_have_codes_too() -> None:
+    found = []
+    for uploads in ("fp8", "bf16"):
+        torch.manual_seed(0)
+        with Runtime("cpu:2") as runtime:
+            net = Nested().bfloat16()
+            model = wrap_model_to_roundpipe(
+                net, lower_threshold=1 << 10, name="m", runtime=runtime, compute=Fp8(uploads=uploads)
+            )
+            x = torch.randn(24, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+            optimizer = optim.SGD(model.optim_parameters(), lr=0.1)
+            losses: Losses = []
+            for _ in range(3):
+                loss = model(x).float().square().mean()
+                loss.backward()
+                model.step(lambda optimizer=optimizer: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+                losses.append(loss.item())
+            found.append((losses, model.memory_report().codes_bytes))
+
+    assert found[0][0] == found[1][0]
+    assert found[0][1] > found[1][1] == 0
 
 
 def test_codes_that_do_not_fit_are_refused_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:

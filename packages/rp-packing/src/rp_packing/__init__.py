@@ -8,7 +8,7 @@ from rp_packing.frozen import PackedBytes, pack_frozen, unpack_frozen
 from rp_packing.kernel.choice import refusal
 from rp_packing.layout import CodeLayout
 from rp_packing.products.layers import Fp8Choice, Fp8Linear, become, choose, codes_bytes
-from rp_packing.products.only_multiplied import only_multiplied, reads_codes_alone
+from rp_packing.products.only_multiplied import by_name, only_multiplied, reads_codes_alone
 from rp_packing.products.recipe import Fp8
 from rp_packing.products.scaled import refusal as fp8_refusal
 from rp_packing.rows import Rows
@@ -36,6 +36,7 @@ __all__ = [
     "Services",
     "as_parameter",
     "become",
+    "by_name",
     "choose",
     "codes_bytes",
     "expand",

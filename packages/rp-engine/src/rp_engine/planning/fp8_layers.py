@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 
-from rp_packing import Fp8, choose, codes_bytes, fp8_refusal, only_multiplied
+from rp_packing import Fp8, by_name, choose, codes_bytes, fp8_refusal, only_multiplied
 from rp_state.block import Block
 from torch import nn
 
@@ -112,9 +112,10 @@ class Fp8Layers:
 
         `uploaded`: the ids of weights whose codes are.
         """
+        chosen = zip(map(by_name, self._modules), products.choice.chosen, strict=True)
         return {
-            index: sum(_made_bytes(module.get_submodule(name).get_parameter("weight"), uploaded) for name in names)
-            for index, (module, names) in enumerate(zip(self._modules, products.choice.chosen, strict=True))
+            index: sum(_made_bytes(modules[name].get_parameter("weight"), uploaded) for name in names)
+            for index, (modules, names) in enumerate(chosen)
         }
 
 

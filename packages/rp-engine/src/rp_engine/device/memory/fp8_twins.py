@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
-from rp_packing import Fp8, Fp8Choice, Fp8Linear, PackedTwin, Rows, become, reads_codes_alone
+from rp_packing import Fp8, Fp8Choice, Fp8Linear, PackedTwin, Rows, become, by_name, reads_codes_alone
 from torch import nn
 
 
@@ -57,9 +57,9 @@ class Fp8Twins:
             return
         names = () if products is None else products.choice.chosen[index]
         linears = self._linears.setdefault(index, {})
-        for name in names:
-            if name not in linears:
-                linears[name] = _made(twin.get_submodule(name))
+        if missing := [name for name in names if name not in linears]:
+            modules = by_name(twin)
+            linears.update((name, _made(modules[name])) for name in missing)
         for name, linear in linears.items():
             linear.recipe = products.recipe if products is not None and name in names else None
         using = [(name, one) for name, one in linears.items() if one.recipe is not None]
@@ -108,14 +108,17 @@ def _multiplied_packed(
     twin: nn.Module, using: Sequence[tuple[str, Fp8Linear]], packed: Mapping[int, PackedTwin]
 ) -> set[PackedTwin]:
     """Return the packed weights of which nothing but the codes is read."""
-    ids = [id(linear.parameter) for name, linear in using if _reads_codes_alone(twin, name, linear)]
+    if not packed:
+        return set()
+    modules = by_name(twin)
+    ids = [id(linear.parameter) for name, linear in using if _reads_codes_alone(modules, name, linear)]
     holding = [id(one) for module in twin.modules() for one in module.parameters(recurse=False)]
     found = {own for one in set(ids) if (own := packed.get(one)) and ids.count(one) == holding.count(one)}
     return {own for own in found if own.row_codes() is not None}
 
 
-def _reads_codes_alone(twin: nn.Module, name: str, linear: Fp8Linear) -> bool:
-    return linear.recipe is not None and linear.recipe.inputs != "bf16" and reads_codes_alone(twin, name)
+def _reads_codes_alone(modules: Mapping[str, nn.Module], name: str, linear: Fp8Linear) -> bool:
+    return linear.recipe is not None and linear.recipe.inputs != "bf16" and reads_codes_alone(modules, name)
 
 
 def _made(module: nn.Module) -> Fp8Linear:
