@@ -36,7 +36,7 @@ GRACE_S = 0.5
 LEFT = "it has closed its machines, and takes no further part"
 # How often to look after connections that are not known yet, while there are many.
 _CROWDED_S = 0.05
-# Of a reason that is told to others.
+# The most characters of a reason that is told to others.
 _MOST_TEXT = 5000
 
 

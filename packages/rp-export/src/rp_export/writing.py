@@ -21,7 +21,7 @@ from torch import nn
 from rp_export.weights import MergedWeights
 
 SHARD_BYTES = 4 << 30
-# Of writing: two strides of the writer.
+# Memory to write with: two strides of the writer.
 _BUFFER_BYTES = 1 << 26
 # What belongs to a tokenizer, and what belongs to a model beside weights and its configuration.
 _OF_TOKENIZER = (

@@ -62,7 +62,7 @@ class Block:
         self.codes: PublishedCodes | None = None
         self.additions = [0] * len(group.tensors)
         self.leaves_early = True
-        # Of trained weights.
+        # Only blocks of trained weights are divided among machines.
         self.segments: tuple[Segment, ...] = ()
         if memory is not None:
             self.layout.move_in(memory, self.tensors, files)

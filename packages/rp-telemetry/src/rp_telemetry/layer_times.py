@@ -20,7 +20,8 @@ from rp_telemetry.transfer_times import Transfers
 _LOG = logging.getLogger(__name__)
 # After this many measured calls of a kind the mean hardly changes.
 YOUNG_CALLS = 8
-# After those, one launch in this many is measured. Odd, so that the two launches of a `train` call alternate.
+# After those, one launch in this many is measured, which shows whether layers have changed. Odd, so that the two
+# launches of a `train` call alternate.
 SELDOM = 63
 # If all layers together differ from the known times by more than this part, in that call and in the next measured
 # one, the layers have changed, and the next calls are measured again.

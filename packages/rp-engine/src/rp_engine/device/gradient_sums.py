@@ -78,7 +78,7 @@ class GradientSums:
         self._trained: list[Block] = []
         self._delivered: list[Block] = []
         self._sums: dict[Block, _Sums] = {}
-        # Of the weights whose gradient sums are on the device.
+        # Bytes of the weights whose gradient sums are on the device.
         self.nbytes = 0
         # Memory that graphs know by address.
         self.fixed: Mapping[Block, FixedBlock] = {}

@@ -32,7 +32,8 @@ from rp_engine.planning.planner import Planner
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.settings.run_config import RoundPipeRunConfig
 
-# In one of so many training calls, what layers recompute is compared with what their forward gave.
+# In one of so many training calls, what layers recompute is compared with what their forward gave: a layer may
+# cease to compute the same after its first calls, in which it is examined.
 _COMPARED_EACH = 64
 
 

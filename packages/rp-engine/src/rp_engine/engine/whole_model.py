@@ -51,7 +51,7 @@ class WholeModel:
         self.restoring = Restoring(name, self.hosts, runtime, self.memory_check)
         self._optimizer_watch = OptimizerWatch(self._check_optimizer)
         watch_optimizers()
-        # Of the last step.
+        # What becomes of the last step that was launched.
         self._step_outcome: Outcome[None] | None = None
         # Torch's optimizers whose state dicts wait for steps.
         self._guarded: WeakSet[Optimizer] = WeakSet()

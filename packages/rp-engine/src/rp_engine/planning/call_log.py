@@ -76,7 +76,7 @@ def as_table(times: Sequence[CallTime]) -> str:
     calls  |          plan |  promised |   measured | error | bound by
     m      | Plan(FB[0:4]) | 98.000 ms | 100.000 ms | -2.0% |   device
     """
-    # Of several machines.
+    # Only calls of several machines have times of a network.
     has_network = any(one.network_ms is not None for one in times)
     has_idle = any(one.idle_devices for one in times)
     rows = [

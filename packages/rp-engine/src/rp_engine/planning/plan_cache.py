@@ -61,7 +61,7 @@ class PlanCache:
     """
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
-        # As it is read back.
+        # Through JSON, so that equal facts compare equal after loading: tuples become lists.
         self._facts: dict[str, Any] = json.loads(json.dumps(facts))
         text = json.dumps(self._facts, sort_keys=True)
         self._name = hashlib.sha256(text.encode()).hexdigest()[:32] + ".json"

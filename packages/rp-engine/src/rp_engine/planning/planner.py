@@ -39,9 +39,10 @@ _FORWARD_MS_PER_BYTE = 1e-6
 # A byte of weights takes this many ms for a row on an H100; a link of PCIe 5 moves this many 10^9 bytes a second.
 _REAL_FORWARD_MS = 1e-8 / 4096
 _REAL_LINK_GB_S = 50.0
-# Until layers are measured, plans allow for this many times the guessed bytes of kept activations.
+# Until layers are measured, plans allow for this many times the guessed bytes of kept activations, which are
+# guessed from the widths of weights alone.
 _UNMEASURED = 4
-# Calls of up to this many times the measured rows count as measured.
+# Calls of up to this many times the measured rows count as measured: of one step of `_rounded_up`, which is 19 %.
 _MORE_ROWS = 1.2
 # A search takes at most so long: once for each kind of call, and again when layer times have changed.
 _SEARCH_MS = 500.0
@@ -74,7 +75,8 @@ class Planner:
         """Drop all plans and measurements, since the layers have changed."""
         self._timers: dict[tuple[Mode, int], ModelTimer] = {}
         self._homes: tuple[tuple[int, ...], ...] | None = None
-        # With the footprint's version and number of shortages that they know of.
+        # Each with the footprint's version and number of shortages at its last update. It is updated when the
+        # version has changed, and told whether memory has run out since.
         self._plans: dict[object, tuple[tuple[int, int], PlanInUse]] = {}
         self.footprint = Footprint(self._state.layers)
         self._launches: deque[LayerTimes] = deque(maxlen=_LAUNCHES)

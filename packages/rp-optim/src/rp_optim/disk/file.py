@@ -27,7 +27,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENOSYS)
 # Transfers of less than the alignment before a disk counts as failed.
 _TRIES = 8
-# Of one write that reserves space.
+# The bytes of one write that reserves space.
 _ZEROS_BYTES = 8 << 20
 _NAME = "roundpipe-{user}-{number}.working-state"
 

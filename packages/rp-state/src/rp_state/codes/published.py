@@ -24,7 +24,7 @@ class PublishedCodes:
         self.back: torch.Tensor | None = None
         self.stale = set(layout.indices)
         self._weights = layout.weights(self.memory)
-        # The same without a second block.
+        # Without a second block results go where calls read.
         self._back_weights = self._weights
         # Those of results, where these go: the version of the master that each is of.
         self._made: dict[int, int] = {}

@@ -156,7 +156,7 @@ class _Log(TorchDispatchMode):
         self.steps: list[_Step] = []
         # By address, which nothing else can have meanwhile: storages are kept, or belong to the caller.
         self.made: dict[int, torch.UntypedStorage] = {}
-        # Of memory from before.
+        # What the body uses of memory from before it.
         self.reads: dict[_TensorRef, None] = {}
         self.writes: dict[_TensorRef, None] = {}
         self._before: dict[int, tuple[torch.UntypedStorage, bytes]] = {}

@@ -39,7 +39,7 @@ class ActivationMemory:
         self._before: int | None = None
         # Measured bytes for each guessed one; None if nothing was measured.
         self._factor: float | None = None
-        # Of the launched calls.
+        # The largest guess of a launched call.
         self._most_guessed = 0
 
     def expect(self, tasks: Sequence[Task], size: CallSize, *, keeps_outputs: bool) -> ExpectedActivations:

@@ -51,7 +51,7 @@ class HostMemoryCheck:
         self._runtime = runtime
         # The number of parameters of each optimizer when its step was last checked.
         self._checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        # Of the calls that were checked.
+        # The most bytes of activations that a checked call was expected to take.
         self._most_activations = 0
 
     def check_wrapping(

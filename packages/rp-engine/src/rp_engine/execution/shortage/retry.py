@@ -41,7 +41,7 @@ class SmallerTaskRetry:
         self._saved = weights.saved
         self._owed = weights.sums.undelivered()
         self._on = replace(weights.on, may_outlive=False)
-        # The latest part's.
+        # That which has run the latest part.
         self.stage: Stage | None = None
 
     def run(self, task: Task, error: BaseException) -> None:

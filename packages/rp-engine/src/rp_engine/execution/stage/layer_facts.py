@@ -14,7 +14,8 @@ from rp_engine.execution.call import Call, View
 from rp_engine.execution.effects.boundary import BoundaryChecks
 from rp_engine.execution.stage.task_context import TaskContext
 
-# How often a layer is examined after it or its flags have changed: the second time only its attributes.
+# How often a layer is examined after it or its flags have changed. The first time, in calls with gradients,
+# outputs are compared, too; the second time attributes alone.
 _EXAMINATIONS = 2
 
 
