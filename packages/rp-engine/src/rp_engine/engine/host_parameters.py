@@ -72,6 +72,8 @@ class HostParameters:
         self.name = name
         self.predicted_bytes: int | None = None
         self.read_delay = 0
+        # The latest call that read codes did not train.
+        self._was_evaluated = False
         self._runtime = runtime
         self._modules = modules
         self._observer = observer
@@ -292,10 +294,11 @@ class HostParameters:
         """Record which step's weights the call that is launched now reads; call it after `get_ready`."""
         self.read_delay = int(self.state.unpublished)
 
-    def ready_codes(self, blocks: Collection[Block], *, looks: bool) -> None:
+    def ready_codes(self, blocks: Collection[Block], *, training: bool) -> None:
         """Have the codes of these blocks' weights be those of the weights that the next call reads.
 
-        `looks`: also look for weights that were written past their version counters, as by ``weight.data.copy_``.
+        Calls that do not train, and the next one that does, look for weights that were written past their version
+        counters, as by ``weight.data.copy_``.
 
         Raises `HostMemoryShort` if they have none yet, and there is no memory for them.
         """
@@ -303,8 +306,9 @@ class HostParameters:
             self.memory_check.check_codes(self.state)
             self.drain()
             self.state.make_codes()
-        # Averaged weights are put in place so to be evaluated. In training the next step would undo it anyway, and
-        # waiting for the optimizer here would cost time.
+        # Averaged weights are put in place so to be evaluated, and the trained ones put back. Otherwise in
+        # training the next step would undo it anyway, and waiting for the optimizer here would cost time.
+        looks, self._was_evaluated = not training or self._was_evaluated, not training
         if looks and not all(map(self._fits, blocks)):
             self.state.note_rewritten()
         for block in blocks:

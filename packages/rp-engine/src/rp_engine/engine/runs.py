@@ -218,7 +218,7 @@ class Runs:
         """Return the blocks that travel with codes in a call, whose codes are those of the weights now."""
         state = self.host.state
         found = self._fp8_layers.coded(products, state.trainable, state.coded)
-        self.host.ready_codes(found, looks=mode == "infer")
+        self.host.ready_codes(found, training=mode != "infer")
         self.planner.footprint.note_uploads(found)
         return found
 

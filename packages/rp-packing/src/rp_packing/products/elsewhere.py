@@ -33,7 +33,7 @@ class Elsewhere(torch.Tensor):
     @classmethod
     def like(cls, tensor: torch.Tensor) -> Elsewhere:
         """Return one with the properties of `tensor`."""
-        made: Any = torch.Tensor._make_subclass(cls, tensor.detach())  # pyright: ignore[reportUnknownMemberType, reportPrivateUsage]
+        made: Any = torch.Tensor._make_subclass(cls, tensor.detach(), tensor.requires_grad)  # pyright: ignore[reportUnknownMemberType, reportPrivateUsage]
         return cast("Elsewhere", made)
 
     @classmethod
