@@ -48,8 +48,8 @@ class Images:
         ids = arguments.get("input_ids")
         if not isinstance(ids, Tensor):
             raise ValueError(
-                f"input_ids must be given beside {next(iter(given))}: their placeholders ({self.token}) say which "
-                "images belong to which sample; give them in place of inputs_embeds"
+                f"input_ids must be given beside {next(iter(given))}: their placeholders, token {self.token}, say "
+                "which images belong to which sample, and inputs_embeds do not"
             )
         wanted = cast("list[int]", (ids == self.token).sum(-1).tolist())  # pyright: ignore[reportUnknownMemberType]
         owned = _owned(wanted, _scaled(self.measure.weights(given), sum(wanted)))
