@@ -9,13 +9,13 @@ import pytest
 # What takes long under coverage, or does not bear it.
 _ELSEWHERE = ("slow", "hypothesis", "untraced", "mutation", "nightly")
 # Coverage makes them take three to five times as long, those of the engine longest, and most cases of a test pass
-# the same lines.
+# the same lines. Not where they are optimizers, or families of models.
 _CASES = 3
-_CASES_OF = {"roundpipe": 2}
+_CASES_OF = {"roundpipe": 2, "rp_optim": 8, "rp_presets": 8}
 
 
 def traced(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """At most three cases of each test, two of the engine's, evenly spaced; none of tests with certain marks."""
+    """At most three cases of each test, or as many as its folder has, evenly spaced; none with certain marks."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if not any(map(item.get_closest_marker, _ELSEWHERE)):
