@@ -101,7 +101,11 @@ def trained_with(faults: Faults, inputs: list[str], monkeypatch: pytest.MonkeyPa
 @pytest.mark.pairwise
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [116, 5, 28], ids=["ESTALE", "EIO", "ENOSPC"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name",
+    # Each tries every call of a run, which takes ten seconds.
+    [pytest.param(one, marks=() if one in ("open", "fsync", "rename") else pytest.mark.nightly) for one in CALLS],
+)
 def test_one_error_of_the_system_anywhere_loses_no_step_and_no_model(
     name: str, number: int, inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
