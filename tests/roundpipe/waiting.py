@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
+from typing import Any
 from unittest import mock
 
 import pytest
+import rp_batch
 import torch
 from forking import state_after_a_call, trained
 from lull import LIMIT_S, later, pause
@@ -116,10 +118,14 @@ def same_gradients(left: nn.Module, right: nn.Module) -> None:
         same(one.grad, other.grad)
 
 
+# Said, so that no trial of it comes before a call.
+SPLIT: Any = {"split_input": ((rp_batch.Split(),), {}), "split_label": rp_batch.Split()}
+
+
 def wrap(
-    model: nn.Sequential, runtime: Runtime, plan: Plan, parts: int = 4, *, double_buffer: bool = False
+    model: nn.Sequential, runtime: Runtime, plan: Plan, parts: int = 4, *, double_buffer: bool = False, **more: Any
 ) -> RoundPipe:
-    config = RoundPipeRunConfig(num_microbatch=parts, execute_plan=plan)
+    config = RoundPipeRunConfig(num_microbatch=parts, execute_plan=plan, **more)
     return RoundPipe(model, runtime=runtime, name="waiting", model_run_config=config, double_buffer=double_buffer)
 
 
@@ -918,7 +924,7 @@ def memory_that_runs_out(
             take(device, nbytes)
 
         with Runtime("cpu:2", device_memory_bytes=1 << 30) as runtime:
-            model = wrap(ours, runtime, plan)
+            model = wrap(ours, runtime, plan, **SPLIT)
             with mock.patch.object(CpuDevice, "_count_new", limited), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 same(call(model, 0), plain(theirs, 0))
@@ -1195,7 +1201,9 @@ SCENARIOS: list[Callable[[], None]] = [
     syncing_waits_for_steps,
     lambda: memory_that_runs_out(STAGED),
     lambda: memory_that_runs_out(Plan(fused=range(0, 5))),
-    lambda: memory_that_runs_out(Plan([range(2)], range(2, 3), [range(2)]), norm_in_the_middle, range(80, 140, 5)),
+    lambda: memory_that_runs_out(
+        Plan([range(2)], range(2, 3), [range(2)]), norm_in_the_middle, range(112, 202, 5)
+    ),
     what_is_saved_has_the_buffers_of_the_calls_before,
     state_dicts_have_the_buffers_of_the_calls_before,
     lambda: machines_wait_for_each_other(double_buffer=False, is_async=False),
