@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from rp_data.images.processor import Sight
 from rp_estimate.images import ImageSizes
 from rp_estimate.meta.observe import observe
 from rp_estimate.meta.towers import Patches, Shown, patches_of, with_towers
+from rp_estimate.workload import Training, Workload
+from rp_trainer.errors import Refused
 from transformers import AutoModelForImageTextToText
 
 
@@ -54,6 +57,21 @@ def test_a_tower_works_for_each_image_and_keeps_activations_only_if_it_is_traine
     assert 1.5 * patches.patches * tower < added[0] < 4 * patches.patches * tower
     assert one.kept_bytes.each > before.kept_bytes.each == frozen.kept_bytes.each
     assert frozen.backward_flops == before.backward_flops
+
+
+def test_images_of_data_are_no_reason_to_refuse_a_model_that_cannot_be_observed(monkeypatch):
+    with torch.device("meta"):
+        model: Any = AutoModelForImageTextToText.from_config(vision.config("qwen3-vl"))
+    plain = observe(model, 32)
+    monkeypatch.setattr("rp_estimate.workload.observe", lambda *_: replace(plain, is_counted=False))
+    shown = Shown.of_data(model.config, images=1, tokens=4, sequences=1)
+    how = Training(sequence=32)
+
+    workload = Workload.of(model, how, images=shown)
+
+    assert (workload.shown, workload.tower_layers) == ("", 0)
+    with pytest.raises(Refused, match="its tower is not known"):
+        Workload.of(model, how, images=Shown.of_size(model.config, ImageSizes(1, 16, 16)))
 
 
 @pytest.mark.parametrize("family", vision.FAMILIES)

@@ -216,6 +216,7 @@ def test_what_does_not_fit_is_refused(name: str, capsys: pytest.CaptureFixture[s
         ("format", 1, "was prepared by another version"),
         ("completions_only", False, "with --completions-only False, but this is --completions-only True"),
         ("counts", {"lines": 1}, "has no facts that can be used"),
+        ("images", "many", "has no facts that can be used"),
     ],
 )
 def test_facts_that_do_not_fit_are_refused(

@@ -298,12 +298,13 @@ def test_the_systems_message_begins_each_conversation(
 def test_commands_that_cannot_be_followed_say_so(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert talk(model, f"/sing\n/save\n/save {tmp_path}\n", monkeypatch) == 0
+    assert talk(model, f"/sing\n/save\n/save {tmp_path}\n/image a.png\n", monkeypatch) == 0
 
     out = capsys.readouterr().out
     assert "there is no /sing; /reset begins anew" in out
     assert "/save must be followed by the name of a file" in out
     assert "not saved: " in out
+    assert "start roundpipe chat with --images" in out
 
 
 def test_a_template_without_an_end_is_refused_before_the_model_is_loaded(

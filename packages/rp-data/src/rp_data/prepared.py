@@ -93,7 +93,7 @@ def read_prepared(option: str, folder: Path, made: Made) -> Documents:
         counts, notes = Counts(**facts["counts"]), Notes(**facts["notes"])
         sources, has_end = list(facts["sources"]), bool(facts["has_end"])
         images, shaped = int(facts["images"]), [str(name) for name in facts["shaped"]]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise Refused(f"{what} has no facts that can be used ({error}); prepare the data again") from None
     return Documents(table, counts, has_end, table.check(), notes, sources, images, shaped)
 

@@ -147,6 +147,9 @@ class Workload:
         `images`: of each sequence, whose tokens `how` counts already.
         """
         observed = observe(model, how.sequence)
+        if images is not None and images.is_of_data and not observed.is_counted:
+            # Nobody has asked for it, and the training goes on without.
+            images = None
         if images is not None:
             observed = with_towers(observed, model, images)
         if packing is not None:

@@ -58,7 +58,7 @@ class Conversation:
                 self._begin()
             case "/save":
                 self._save(rest.strip())
-            case "/image" if self._speaker.sight is not None:
+            case "/image":
                 self._show(rest.strip())
             case _ if command.startswith("/"):
                 print(f"there is no {command}; {_HELP}", flush=True)
@@ -91,6 +91,9 @@ class Conversation:
         return [*shown, {"type": "text", "text": line}] if shown else line
 
     def _show(self, name: str) -> None:
+        if self._speaker.sight is None:
+            print("not shown: nothing that reads images is loaded; start roundpipe chat with --images", flush=True)
+            return
         path = str(Path(name).expanduser().absolute())
         source = Source(f"/image {name}", path, Path())
         try:

@@ -53,11 +53,15 @@ def patches_of(config: Any, images: ImageSizes) -> Patches:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The images of a sequence. `count`: how many it has, on average. `each`: what one is. `line`: for people."""
+    """The images of a sequence. `count`: how many it has, on average. `each`: what one is. `line`: for people.
+
+    `is_of_data`: they are in data, rather than asked about.
+    """
 
     count: float
     each: Patches
     line: str
+    is_of_data: bool = False
 
     @classmethod
     def of_size(cls, config: Any, images: ImageSizes) -> Shown:
@@ -82,7 +86,7 @@ class Shown:
         count = images / sequences
         size = f"{each.patches:,} patches and {each.tokens:,} tokens"
         line = f"{count:.3g} images a sequence on average, of {size} each"
-        return cls(count, each, line)
+        return cls(count, each, line, is_of_data=True)
 
 
 def _number(config: Any, name: str) -> int:
@@ -114,7 +118,10 @@ def with_towers(observed: Observed, model: nn.Module, shown: Shown) -> Observed:
     kept = rows * sum(widths) if trained else 0
     return replace(
         observed,
-        facts=(_added(observed.facts[0], forward, backward, kept, rows * max(widths)), *observed.facts[1:]),
+        facts=(
+            _added(observed.facts[0], forward, backward, kept, rows * max(widths, default=0)),
+            *observed.facts[1:],
+        ),
     )
 
 
