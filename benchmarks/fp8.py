@@ -193,7 +193,8 @@ def _gradient_codes(g: Tensor, of_x: Tensor, of_w: Tensor) -> tuple[Rows, Rows]:
 def _layers(size: Size, options: argparse.Namespace) -> Iterator[tuple[str, Way]]:
     sequence = min(2048, options.tokens)
     shape = (options.tokens // sequence, sequence)
-    for name, recipe in WAYS.items():
+    for name in options.ways:
+        recipe = WAYS[name]
         if recipe is None or not recipe.skip_ends:
             yield name, _layer(size, shape, recipe, options.device, cast_before=True)
     yield "fp8, weights cast in the layer", _layer(size, shape, Fp8(), options.device, cast_before=False)
@@ -240,7 +241,8 @@ def loss(options: argparse.Namespace) -> None:
     is_on_gpu = chosen.device.type == "cuda"
     steps = options.steps or chosen.steps
     with roundpipe.Runtime(str(chosen.device)) as runtime:
-        for seed, way in pairs(range(options.seeds), options.ways):
+        seeds = range(options.first_seed, options.first_seed + options.seeds)
+        for seed, way in pairs(seeds, options.ways):
             run = Run(VARIANTS["synchronous"], seed, steps, chosen.rate, 0.95)
             began = time.perf_counter()
             found, _ = engine_run(
@@ -290,6 +292,7 @@ def _options() -> argparse.Namespace:
     one = commands.add_parser("products")
     one.set_defaults(run=products)
     one.add_argument("--models", nargs="+", choices=SIZES, default=["qwen3-1.7b", "qwen3-4b", "qwen3-8b"])
+    one.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="of the compiled layer")
     one.add_argument("--tokens", type=int, default=16384)
     one.add_argument("--rounds", type=int, default=20)
     other = commands.add_parser("loss")
@@ -297,6 +300,7 @@ def _options() -> argparse.Namespace:
     other.add_argument("--workload", default="decoder-100m", help="of late/workloads.py: such as finetune, lora")
     other.add_argument("--ways", nargs="+", choices=WAYS, default=["bf16", "fp8"])
     other.add_argument("--seeds", type=int, default=3)
+    other.add_argument("--first-seed", type=int, default=0)
     other.add_argument("--steps", type=int, help="of a run (the workload's)")
     for command in (one, other):
         command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -58,12 +58,15 @@ _DECODERS = {
     "decoder-100m": _Decoder(Size(14, 768, 2048, 12, 12, 256, True, True, 1e4, head=64), 32, 256, 400, 1e-3),
     "decoder-1m": _Decoder(Size(4, 160, 448, 5, 5, 256, True, True, 1e4, head=32), 8, 64, 200, 1e-3),
 }
-WORKLOADS = (*_DECODERS, "finetune", "lora", "convnet")
+# The decoder that is trained first, and the rate of its adapters.
+_ADAPTED = {"lora": ("decoder-1m", 3e-3), "lora-100m": ("decoder-100m", 1e-3)}
+_TRAINED_AT = {"decoder-1m": 2e-3, "decoder-100m": 5e-4}
+WORKLOADS = (*_DECODERS, "finetune", *_ADAPTED, "convnet")
 
 
 def workload(name: str, device: torch.device) -> Workload:
     """The workload of this name, its data on this device."""
-    if name in ("finetune", "lora"):
+    if name == "finetune" or name in _ADAPTED:
         return _tuned(name, device)
     if name == "convnet":
         return _convnet(device)
@@ -126,18 +129,19 @@ class _Adapted(nn.Module):
 
 def _tuned(name: str, device: torch.device) -> Workload:
     manual = [Text(hashlib.sha256(text.encode()).hexdigest(), text.encode()) for text in topics.values()]
-    batch = partial(_windows, _on(device, hold_out(manual)), _DECODERS["decoder-1m"])
-    make, rate = (_adapted, 3e-3) if name == "lora" else (_whole, 1e-4)
-    return Workload(name, partial(make, device), batch, _next_byte, 200, rate, device)
+    trained, rate = _ADAPTED.get(name, ("decoder-1m", 1e-4))
+    make = _adapted if name in _ADAPTED else _whole
+    batch = partial(_windows, _on(device, hold_out(manual)), _DECODERS[trained])
+    return Workload(name, partial(make, trained, device), batch, _next_byte, 200, rate, device)
 
 
-def _whole(device: torch.device, seed: int) -> nn.Sequential:
+def _whole(trained: str, device: torch.device, seed: int) -> nn.Sequential:
     del seed
-    return copy.deepcopy(_trained(device))
+    return copy.deepcopy(_trained(trained, device))
 
 
-def _adapted(device: torch.device, seed: int) -> nn.Sequential:
-    model = copy.deepcopy(_trained(device)).requires_grad_(False)
+def _adapted(trained: str, device: torch.device, seed: int) -> nn.Sequential:
+    model = copy.deepcopy(_trained(trained, device)).requires_grad_(False)
     torch.manual_seed(seed)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -147,11 +151,11 @@ def _adapted(device: torch.device, seed: int) -> nn.Sequential:
 
 
 @cache
-def _trained(device: torch.device) -> nn.Sequential:
+def _trained(name: str, device: torch.device) -> nn.Sequential:
     """A decoder after some hundred plain steps on sources, on the CPU."""
-    source = _decoder("decoder-1m", device)
+    source = _decoder(name, device)
     model = source.make(0).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_TRAINED_AT[name])
     for step in range(source.steps):
         inputs, labels = source.batch(99, step)
         source.loss(model(inputs), labels).backward()
