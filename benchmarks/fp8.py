@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from decoder import SIZES, Block, Size
 from rp_packing import Fp8, Fp8Linear, become
+from rp_packing.products.casts import cast_gradient, cast_input
 from rp_packing.products.scaled import product, transposed
 from rp_packing.rows import Rows, cast_columns, cast_rows
 from torch import Tensor, nn
@@ -161,6 +162,12 @@ def _products(size: Size, options: argparse.Namespace) -> Iterator[tuple[str, Wa
         for (_, _, g), (of_x, of_w) in zip(sides, scales, strict=True):
             of_gradient(g, of_x, of_w)
 
+    def by_kernels() -> None:
+        for x in inputs.values():
+            cast_input(x, turned=True)
+        for (_, _, g), (of_x, of_w) in zip(sides, scales, strict=True):
+            cast_gradient(g, of_w, of_x, (torch.float8_e4m3fn, torch.float8_e4m3fn))
+
     def weights() -> None:
         for _, w, _ in sides:
             of_weight(w)
@@ -171,6 +178,8 @@ def _products(size: Size, options: argparse.Namespace) -> Iterator[tuple[str, Wa
                 product(*factors, torch.bfloat16)
 
     yield "and casts of activations and gradients, compiled apart", lambda: (casts(), all_products())
+    yield "and casts of activations and gradients, by kernels", lambda: (by_kernels(), all_products())
+    yield "casts of activations and gradients alone, by kernels", by_kernels
     yield "and casts of weights, once a microbatch", lambda: (casts(), weights(), all_products())
 
 

@@ -1,4 +1,4 @@
-"""The kernel that expands packed weights, run by Triton's interpreter: called by test_expanding_kernel.py.
+"""The kernels that expand packed weights and cast to FP8, run by Triton's interpreter: called by tests.
 
     TRITON_INTERPRET=1 python tests/rp_packing/interpreted_kernel.py TEST EXAMPLES
 
@@ -8,12 +8,14 @@ A process of its own, since Triton decides when it is imported whether it interp
 from __future__ import annotations
 
 import sys
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from cast_bits import DTYPES_OF_CODES, any_matrix, assert_same_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_bits import FORMS, assert_same_bits, expanded_by_torch, random_bits, shapes
@@ -21,6 +23,7 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, pack_frozen
 from rp_packing.format import Format
 from rp_packing.kernel import choice, triton_kernel
 from rp_packing.layout import CodeLayout
+from rp_packing.products import casts
 from torch import Tensor, nn
 from triton import language as tl
 from triton.runtime import interpreter
@@ -30,13 +33,21 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def round_as_compiled() -> None:
-    """The interpreter cuts fp32 off to bf16; compiled code rounds, as test_expanding_kernel.py reads in it."""
+    """The interpreter cuts fp32 off, and errs in subnormal numbers; compiled code does not."""
     others: Any = interpreter._convert_float
+    short = {
+        tl.bfloat16: (torch.bfloat16, torch.uint16),
+        tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
+        tl.float8e5: (torch.float8_e5m2, torch.uint8),
+    }
 
     def convert(numbers: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if (source, target) != (tl.float32, tl.bfloat16):
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return torch.from_numpy(numbers.copy()).view(torch.bfloat16).float().numpy()
+        if source != tl.float32 or target not in short:
             return others(numbers, source, target, rounding)
-        return torch.from_numpy(numbers.copy()).bfloat16().view(torch.uint16).numpy()
+        dtype, bits = short[target]
+        return torch.from_numpy(numbers.copy()).to(dtype).view(bits).numpy()
 
     interpreter._convert_float = convert
 
@@ -103,7 +114,7 @@ def layers_train() -> None:
     """A row on a device whose weights the kernel expands gives the numbers of torch's operations."""
     results: list[list[torch.Tensor]] = []
     for takes in (False, True):
-        choice._is_for_kernel = lambda *_, takes=takes: takes
+        choice.is_for_kernels = lambda *_, takes=takes: takes
         torch.manual_seed(0)
         frozen = [nn.Linear(160, 96), nn.Linear(96, 160)]
         row = nn.Sequential(
@@ -129,9 +140,27 @@ def layers_train() -> None:
     assert set(launched) == {torch.Size([96, 160]), torch.Size([160, 96])}
 
 
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.data())
+def casts_of_any_bits(data: st.DataObject) -> None:
+    """Inputs and gradients of all patterns of bits get the codes and scales of torch's operations."""
+    numbers, scales = any_matrix(
+        data.draw(st.integers(1, 300)), data.draw(st.integers(1, 150)), data.draw(st.integers())
+    )
+    turns, dtypes = data.draw(st.booleans()), data.draw(st.sampled_from(list(permutations(DTYPES_OF_CODES))))
+    of_input = casts._input_outs(numbers, turns)
+    casts._launch_input(numbers, None, of_input[:2], of_input[2] if turns else None)
+    assert_same_codes(of_input, casts._input_by_torch(numbers, turns))
+    factors = [data.draw(st.sampled_from([one, None])) for one in scales]
+    of_gradient = casts._gradient_outs(numbers, *factors, *dtypes)
+    casts._launch_gradient(numbers, *factors, of_gradient)
+    assert_same_codes(of_gradient, casts._gradient_by_torch(numbers, *factors, *dtypes))
+
+
 if __name__ == "__main__":
     # It would launch what is compiled, for which there may be no device.
     assert not hasattr(triton_kernel.expand_kernel, "cache_key")
     round_as_compiled()
     count_launches()
-    {"any_bits": any_bits, "every_code": every_code, "layers_train": layers_train}[sys.argv[1]]()
+    tests = (any_bits, every_code, layers_train, casts_of_any_bits)
+    {test.__name__: test for test in tests}[sys.argv[1]]()

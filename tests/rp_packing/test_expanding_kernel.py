@@ -21,7 +21,7 @@ from packed_bits import FORMS, assert_same_bits, expanded_by_torch, random_bits
 from rp_packing import KernelWarning, PackedWeight
 from rp_packing.format import Format
 from rp_packing.formats.by_name import format_of
-from rp_packing.kernel import choice
+from rp_packing.kernel import choice, launching
 from rp_packing.layout import CodeLayout
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -144,15 +144,15 @@ def test_layouts_have_the_bytes_of_codes_and_scales() -> None:
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Nothing is known of any device yet."""
-    monkeypatch.setattr(choice, "_launched", set())
-    monkeypatch.setattr(choice, "_refused", {})
+    monkeypatch.setattr(launching, "_launched", set())
+    monkeypatch.setattr(launching, "_refused", {})
     return monkeypatch
 
 
 @pytest.fixture
 def as_on_a_gpu(fresh: pytest.MonkeyPatch) -> None:
     """Tensors of the host are taken for those of a CUDA device, so Triton refuses the launch."""
-    fresh.setattr(choice, "_is_for_kernel", lambda *_: True)
+    fresh.setattr(choice, "is_for_kernels", lambda *_: True)
 
 
 def packed(name: str = "nf4", seed: int = 0) -> PackedWeight:
@@ -236,7 +236,7 @@ def test_one_thread_compiles_at_a_time_and_nobody_waits_for_it_who_need_not(
     compiles, may_end = threading.Event(), threading.Event()
 
     def launch(form: Format, *_: object) -> None:
-        seen.append((form.name, choice._FIRST.locked()))
+        seen.append((form.name, launching._FIRST.locked()))
         if form.name == "fp8":
             compiles.set()
             assert may_end.wait(60)
@@ -259,12 +259,12 @@ def test_one_thread_compiles_at_a_time_and_nobody_waits_for_it_who_need_not(
 
 def test_tensors_that_trace_operations_are_expanded_by_those_of_torch(fresh: pytest.MonkeyPatch) -> None:
     # given tensors whose mode is not asked for
-    fresh.setattr(choice, "is_watched", lambda: False)
+    fresh.setattr(launching, "is_watched", lambda: False)
     with FakeTensorMode(), torch.device("cuda"):
         codes, scales, out = torch.empty(32, dtype=torch.uint8), torch.empty(1), torch.empty(64)
         assert codes.is_cuda
         choice.expand_into(format_of("nf4"), codes, scales, out)
-    assert not choice._refused
+    assert not launching._refused
 
 
 # On a GPU
@@ -317,7 +317,7 @@ def test_on_a_gpu_threads_compile_and_launch_at_once() -> None:
     with ThreadPoolExecutor(2) as threads:
         forward, backward = threads.map(expand_all, (todo, todo[::-1]))
     # then
-    assert not choice._refused
+    assert not launching._refused
     for one, other, (form, bits, dtype) in zip(forward, reversed(backward), todo, strict=True):
         wanted = expanded_by_torch(form, *bits, shape, dtype)
         assert_same_bits(one, wanted)
@@ -353,10 +353,10 @@ def test_on_a_gpu_a_mode_sees_the_operations_of_torch() -> None:
     weight = PackedWeight(format_of("nf4"), codes, scales, (64, 64), torch.bfloat16)
     with FlopCounterMode(display=False):
         assert_same_bits(weight.expanded(), expected(weight))
-    assert not choice._launched
-    assert not choice._refused
+    assert not launching._launched
+    assert not launching._refused
     weight.expanded()
-    assert choice._launched
+    assert launching._launched
 
 
 @pytest.mark.cuda

@@ -10,9 +10,9 @@ Kind = Literal["e4m3", "e5m2"]
 
 DTYPES: dict[Kind, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # The largest number of both is 1.75 times a power of two: 448 = 1.75 * 2**8, and 57344 = 1.75 * 2**15.
-_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
+EXPONENTS = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 # Added to the bits of a fp32 number, it carries into the exponent if the mantissa is above 1.75.
-_CARRY = 0x1FFFFF
+CARRY = 0x1FFFFF
 _MANTISSA_BITS = 23
 # Of a scale's exponent with that of its inverse.
 _BOTH_EXPONENTS = 254
@@ -60,7 +60,7 @@ def _cast(numbers: torch.Tensor, dtype: torch.dtype, dim: int) -> Rows:
 def _scales(largest: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scale for each largest number, and its inverse; both in fp32."""
     sizes = largest.float()
-    exponents = ((sizes.view(torch.int32) + _CARRY) >> _MANTISSA_BITS) - _EXPONENT[dtype]
+    exponents = ((sizes.view(torch.int32) + CARRY) >> _MANTISSA_BITS) - EXPONENTS[dtype]
     exponents = exponents.clamp(min=1)
     is_finite = sizes < torch.inf
     return tuple(  # type: ignore[return-value]  # two

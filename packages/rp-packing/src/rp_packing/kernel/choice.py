@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import threading
 import warnings
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -13,19 +11,10 @@ import torch
 from rp_packing.errors import KernelWarning
 from rp_packing.format import Format, table
 from rp_packing.formats.int8 import Int8
-from rp_packing.piecewise.threads import is_watched
-from rp_packing.services import lent
+from rp_packing.kernel.launching import Kernel, is_for_kernels, launched, refused
 
-# The properties for which Triton compiles a kernel: device, format, shape, dtype, and alignment of tensors.
-_Variant = tuple[torch.device, Format, torch.Size, torch.dtype, tuple[int, ...]]
+_EXPANSION = Kernel("packed weights are expanded")
 _ALIGNMENT = 16
-
-# A variant's first launch compiles and loads it, which in Triton only one thread may do at a time. Later launches
-# need no lock; they may block while a device's queue is full.
-_FIRST = threading.Lock()
-_launched: set[_Variant] = set()
-# By device, why the kernel does not run there.
-_refused: dict[torch.device, str] = {}
 
 
 def expand_into(form: Format, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
@@ -34,7 +23,7 @@ def expand_into(form: Format, codes: torch.Tensor, scales: torch.Tensor, out: to
     On CUDA devices the kernel does it. Operations of torch do it on other devices, if tensors or a mode trace
     operations, and if the kernel does not run, for which there is one `KernelWarning`.
     """
-    if not (_is_for_kernel(codes, scales, out) and _by_kernel(form, codes, scales, out)):
+    if not (is_for_kernels(codes, scales, out) and _by_kernel(form, codes, scales, out)):
         form.expand(codes, scales, out)
 
 
@@ -48,48 +37,16 @@ def refusal(device: torch.device) -> str | None:
             _by_kernel(Int8(), codes, scales, out)
         except Exception as error:
             return repr(error)
-    return _refused.get(codes.device)
-
-
-def _is_for_kernel(*tensors: torch.Tensor) -> bool:
-    return all(type(one) is torch.Tensor and one.is_cuda for one in tensors) and not is_watched()
+    return refused(_EXPANSION, codes.device)
 
 
 def _by_kernel(form: Format, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> bool:
     """Launch the kernel; return whether it runs on this device."""
-    if codes.device in _refused:
-        return False
     codes, scales = codes.contiguous(), scales.contiguous()
     aligned = tuple(one.data_ptr() % _ALIGNMENT for one in (codes, scales, out))
-    variant = (codes.device, form, out.shape, out.dtype, aligned)
-    launch = partial(_launch, form, codes, scales, out)
-    if variant in _launched:
-        launch()
-        return True
-    reason = _first_launch(variant, launch)
-    if reason is not None:
-        warnings.warn(_explained(codes.device, reason), KernelWarning, stacklevel=2)
-    return codes.device not in _refused
-
-
-def _first_launch(variant: _Variant, launch: Callable[[], None]) -> str | None:
-    """Launch a variant for the first time; return why it failed, unless that was returned before."""
-    device = variant[0]
-    with _FIRST:
-        if device in _refused:
-            return None
-        try:
-            launch()
-        except Exception as error:
-            # A device that is short of memory may have more when the task runs again.
-            if lent().is_out_of_memory(error):
-                raise
-            reason = repr(error)
-            is_new = reason not in _refused.values()
-            _refused[device] = reason
-            return reason if is_new else None
-        _launched.add(variant)
-        return None
+    # The properties for which Triton compiles it.
+    variant = (form, out.shape, out.dtype, aligned)
+    return launched((_EXPANSION, codes.device, variant), partial(_launch, form, codes, scales, out))
 
 
 def _launch(form: Format, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
@@ -98,11 +55,3 @@ def _launch(form: Format, codes: torch.Tensor, scales: torch.Tensor, out: torch.
     layout = form.layout(out.shape)
     values = table(layout.values, 1, codes).view(-1) if layout.values else None
     kernel.expand(layout, codes, scales, values, out)
-
-
-def _explained(device: torch.device, reason: str) -> str:
-    return (
-        f"packed weights are expanded by operations of torch on {device}, which takes several times as long: "
-        f"Triton's kernel does not run there, {reason}; it needs Triton, which comes with torch on Linux, and at "
-        "its first launch a C compiler (apt install gcc, or set CC) and a folder to write (TRITON_CACHE_DIR)"
-    )

@@ -10,11 +10,12 @@ from typing import cast
 import torch
 from torch import nn
 
+from rp_packing.products.casts import cast_input
 from rp_packing.products.elsewhere import Elsewhere
 from rp_packing.products.linear import WeightCodes, multiplied
 from rp_packing.products.recipe import Fp8
-from rp_packing.products.scaled import MULTIPLE, transposed
-from rp_packing.rows import Rows, cast_rows, numbers_of
+from rp_packing.products.scaled import MULTIPLE, ones, transposed
+from rp_packing.rows import Rows, numbers_of
 
 # Codes, scales, codes transposed, and their scales.
 _Memory = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -84,14 +85,14 @@ class Fp8Linear(nn.Linear):
         """
         with torch.no_grad(), torch.inference_mode(False):
             self._use(taken=False)
-            rows = cast_rows(self.parameter.detach())
+            rows, turned = cast_input(self.parameter.detach(), turned=backward or self.turned is not None)
             if self.codes is None or self.scales is None:
                 self.codes, self.scales = rows
             else:
                 self.codes.copy_(rows.codes)
                 self.scales.copy_(rows.scales)
-            if backward or self.turned is not None:
-                self._turn(rows.codes)
+            if turned is not None:
+                self._keep_turned(turned)
 
     def take(self, rows: Rows, *, backward: bool, has_shape: bool = False) -> None:
         """Use codes of the weight that are there already, until `forget`. Its parameter is not read then.
@@ -103,17 +104,16 @@ class Fp8Linear(nn.Linear):
             self.has_shape = has_shape
             self.codes, self.scales = rows
             if backward:
-                self._turn(rows.codes)
+                self._keep_turned(transposed(rows.codes).codes)
             else:
                 self.turned = self.ones = None
 
-    def _turn(self, codes: torch.Tensor) -> None:
-        """Transpose the codes, into the memory that there is: graphs know it by address."""
-        turned = transposed(codes)
+    def _keep_turned(self, codes: torch.Tensor) -> None:
+        """Keep the codes' transpose, in the memory that there is: graphs know it by address."""
         if self.turned is None:
-            self.turned, self.ones = turned
+            self.turned, self.ones = codes, ones(codes)
         else:
-            self.turned.copy_(turned.codes)
+            self.turned.copy_(codes)
 
     def _use(self, *, taken: bool) -> None:
         if taken != self.is_taken:

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.nn import functional
 
+from rp_packing.products.casts import cast_gradient, cast_input
 from rp_packing.products.recipe import Fp8, Product
-from rp_packing.products.scaled import padded, product, transposed
-from rp_packing.rows import DTYPES, Rows, cast_columns, cast_rows
+from rp_packing.products.scaled import ones, product, transposed
+from rp_packing.rows import DTYPES, Rows, cast_rows
 
 
 class WeightCodes(NamedTuple):
@@ -64,9 +65,10 @@ class _Linear(torch.autograd.Function):
         turned: torch.Tensor | None,
         recipe: Fp8,
     ) -> torch.Tensor:
-        x = cast_rows(rows)
+        is_turned = ctx.needs_input_grad[1] and recipe.weights != "bf16"
+        x, x_turned = cast_input(rows, turned=is_turned)
         ctx.recipe = recipe
-        kept = (rows, None) if recipe.weights == "bf16" else x
+        kept = (rows, None) if recipe.weights == "bf16" else (x_turned, x.scales)
         needed = kept if ctx.needs_input_grad[1] else (None, None)
         needs_weight = ctx.needs_input_grad[0] and recipe.inputs == "bf16"
         ctx.save_for_backward(*needed, weight if needs_weight else None, codes, scales, turned)
@@ -79,40 +81,26 @@ class _Linear(torch.autograd.Function):
         kept, kept_scales, weight, codes, scales, turned = ctx.saved_tensors
         needs_rows, needs_weight, *_ = ctx.needs_input_grad
         of_rows = of_weight = None
-        if needs_rows and recipe.inputs == "bf16":
-            of_rows = grad @ weight
+        folded, turned_codes = cast_gradient(
+            grad,
+            scales if needs_rows and recipe.inputs != "bf16" else None,
+            kept_scales if needs_weight else None,
+            (_dtype(recipe.inputs), _dtype(recipe.weights)),
+        )
+        if folded is not None:
+            right = transposed(codes) if turned is None else Rows(turned, ones(turned))
+            of_rows = product(folded, right, grad.dtype, fast_sums=recipe.fast_sums)
         elif needs_rows:
-            right = transposed(codes) if turned is None else Rows(turned, _ones(turned))
-            of_rows = _input_gradient(grad, scales, right, recipe.inputs, fast_sums=recipe.fast_sums)
-        if needs_weight and recipe.weights == "bf16":
-            of_weight = grad.t() @ kept
+            of_rows = grad @ weight
+        if turned_codes is not None:
+            of_weight = product(turned_codes, Rows(kept, ones(kept)), grad.dtype, fast_sums=recipe.fast_sums)
         elif needs_weight:
-            x = Rows(kept, kept_scales)
-            of_weight = _weight_gradient(grad, x, recipe.weights, fast_sums=recipe.fast_sums)
+            of_weight = grad.t() @ kept
         return of_rows, of_weight, None, None, None, None
 
 
-def _input_gradient(
-    grad: torch.Tensor, scales: torch.Tensor, right: Rows, kind: Product, *, fast_sums: bool
-) -> torch.Tensor:
-    """Return ``grad @ weight``. `scales`: of the weight's rows, (out, 1). `right`: its codes' transpose."""
-    folded = cast_rows(grad * scales.t().to(grad.dtype), _dtype(kind))
-    return product(folded, right, grad.dtype, fast_sums=fast_sums)
-
-
-def _weight_gradient(grad: torch.Tensor, x: Rows, kind: Product, *, fast_sums: bool) -> torch.Tensor:
-    """Return ``grad.T @ x``."""
-    codes, scales = cast_columns(grad * x.scales.to(grad.dtype), _dtype(kind))
-    return product(Rows(padded(codes), scales), transposed(x.codes), grad.dtype, fast_sums=fast_sums)
-
-
 def _dtype(kind: Product) -> torch.dtype:
-    assert kind != "bf16"
-    return DTYPES[kind]
-
-
-def _ones(codes: torch.Tensor) -> torch.Tensor:
-    return torch.ones(codes.shape[0], 1, dtype=torch.float32, device=codes.device)
+    return torch.bfloat16 if kind == "bf16" else DTYPES[kind]
 
 
 def multiplied(

@@ -56,7 +56,16 @@ def transposed(codes: torch.Tensor) -> Rows:
     torch.Size([2, 16])
     """
     turned = codes.t().contiguous()
-    return Rows(padded(turned), torch.ones(turned.shape[0], 1, dtype=torch.float32, device=codes.device))
+    return Rows(padded(turned), ones(turned))
+
+
+def ones(codes: torch.Tensor) -> torch.Tensor:
+    """Return scales of one: (rows, 1), fp32.
+
+    >>> ones(torch.zeros(2, 3, dtype=torch.float8_e4m3fn)).tolist()
+    [[1.0], [1.0]]
+    """
+    return torch.ones(codes.shape[0], 1, dtype=torch.float32, device=codes.device)
 
 
 def padded(codes: torch.Tensor) -> torch.Tensor:
