@@ -182,6 +182,8 @@ def test_a_layer_that_writes_what_another_leaf_shares_is_refused_wherever_a_plan
     two: Runtime, make: Function, write: Function, plan: str, grain: Any
 ) -> None:
     wanted = r"^layer 2 \(Does\) writes its input.*\[.*\] in place, which shares memory with input.*\[.*clone"
+    if write is written_by_numpy and two.lanes[0].device.torch_device.type != "cpu":
+        pytest.skip("NumPy cannot write memory of a GPU")
 
     with pytest.raises(BoundaryError, match=wanted):
         train(row(make, write), two, plan, grain, some())

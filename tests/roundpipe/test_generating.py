@@ -65,8 +65,10 @@ def wrapped(llama: LlamaForCausalLM, runtime: Runtime) -> RoundPipe:
 
 def generated(model: Any, prompts: torch.Tensor = PROMPTS, **options: Any) -> Any:
     torch.manual_seed(1)
-    if isinstance(model, LlamaForCausalLM):
+    if not isinstance(model, RoundPipe):
+        # What is given is where the weights are.
         prompts = prompts.to(model.device)
+        options |= {name: value.to(model.device) for name, value in options.items() if torch.is_tensor(value)}
     mask = (prompts != 0).long()
     return model.generate(prompts, attention_mask=mask, max_new_tokens=6, min_new_tokens=6, **options)
 
@@ -74,6 +76,13 @@ def generated(model: Any, prompts: torch.Tensor = PROMPTS, **options: Any) -> An
 def on_the_device(llama: LlamaForCausalLM, wrapped: RoundPipe) -> LlamaForCausalLM:
     """The model where the wrapped one runs: GPUs round otherwise, and draw otherwise."""
     return copy.deepcopy(llama).to(wrapped.runtime.lanes[0].device.torch_device)
+
+
+def tokens_of_itself(
+    llama: LlamaForCausalLM, wrapped: RoundPipe, prompts: torch.Tensor = PROMPTS, **options: Any
+) -> torch.Tensor:
+    """What the model itself generates there, on the host."""
+    return generated(on_the_device(llama, wrapped), prompts, **options).cpu()
 
 
 def in_microbatches(count: int) -> RoundPipeRunConfig:
@@ -86,11 +95,11 @@ def test_tokens_are_those_of_the_model_itself(
     way: str, microbatches: int, llama: LlamaForCausalLM, wrapped: RoundPipe
 ) -> None:
     prompts = PROMPTS[:1] if way == "prompt lookup" else PROMPTS
-    expected = generated(on_the_device(llama, wrapped), prompts, **WAYS[way])
+    expected = tokens_of_itself(llama, wrapped, prompts, **WAYS[way])
 
     found = generated(wrapped, prompts, **WAYS[way], roundpipe_run_config=in_microbatches(microbatches))
 
-    assert torch.equal(found, expected.cpu())
+    assert torch.equal(found, expected)
 
 
 def test_scores_are_those_of_the_model_itself(llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
@@ -109,9 +118,10 @@ def test_text_ends_at_strings_that_the_tokenizer_knows(llama: LlamaForCausalLM, 
     inner.decoder = ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="A")
     prompt = PROMPTS[:1]
-    third = int(llama.generate(prompt, max_new_tokens=3, min_new_tokens=3)[0, -1])
+    there = on_the_device(llama, wrapped)
+    third = int(there.generate(prompt.to(there.device), max_new_tokens=3, min_new_tokens=3)[0, -1])
     asked = {"max_new_tokens": 8, "stop_strings": [chr(ord("A") + third)], "tokenizer": tokenizer}
-    expected = llama.generate(prompt, **asked)
+    expected = there.generate(prompt.to(there.device), **asked).cpu()
     assert expected.shape[1] <= prompt.shape[1] + 3
 
     assert torch.equal(wrapped.generate(prompt, **asked), expected)
@@ -127,11 +137,11 @@ def test_what_steps_have_learned_is_there(llama: LlamaForCausalLM, wrapped: Roun
         plain(input_ids=PROMPTS, labels=PROMPTS).loss.backward()
         of_plain.step()
         of_plain.zero_grad()
-    before = generated(llama)
+    before = tokens_of_itself(llama, wrapped)
 
     found = generated(wrapped)
 
-    assert torch.equal(found, generated(plain))
+    assert torch.equal(found, tokens_of_itself(plain, wrapped))
     assert not torch.equal(found, before)
     # And goes on.
     wrapped.forward_backward(input_kwargs={"input_ids": PROMPTS, "labels": PROMPTS})
@@ -139,12 +149,9 @@ def test_what_steps_have_learned_is_there(llama: LlamaForCausalLM, wrapped: Roun
 
 
 def test_in_training_mode_the_same_tokens_are_sampled(llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
-    settings: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 6, "do_sample": True}
-    torch.manual_seed(5)
-    expected = llama.generate(PROMPTS, **settings)
-    torch.manual_seed(5)
+    expected = tokens_of_itself(llama, wrapped, do_sample=True)
 
-    assert torch.equal(wrapped.train().generate(PROMPTS, **settings), expected)
+    assert torch.equal(generated(wrapped.train(), do_sample=True), expected)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -185,7 +192,7 @@ def test_an_error_in_the_loop_is_raised_as_it_is(llama: LlamaForCausalLM, wrappe
     with pytest.raises(KeyError, match="mine"):
         generated(wrapped, logits_processor=LogitsProcessorList([broken]))
 
-    assert torch.equal(generated(wrapped), generated(llama))
+    assert torch.equal(generated(wrapped), tokens_of_itself(llama, wrapped))
 
 
 def test_an_error_in_a_layer_is_raised_as_it_is(llama: LlamaForCausalLM, runtime: Runtime) -> None:
@@ -212,7 +219,7 @@ def test_an_error_in_a_layer_is_raised_as_it_is(llama: LlamaForCausalLM, runtime
 
     assert any("layer 2" in note for note in raised.value.__notes__)
     is_broken = False
-    assert torch.equal(generated(wrapped), generated(llama))
+    assert torch.equal(generated(wrapped), tokens_of_itself(llama, wrapped))
 
 
 def test_a_forward_that_fails_in_a_layer_does_not_run_again(llama: LlamaForCausalLM, runtime: Runtime) -> None:
@@ -266,20 +273,22 @@ def test_a_forward_divides_a_cache_by_samples(llama: LlamaForCausalLM, wrapped: 
 
 
 def test_what_was_read_before_is_divided(llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
-    def with_prefix(model: Any, **settings: Any) -> torch.Tensor:
-        cache = copy.deepcopy(read)
+    def with_prefix(model: Any, reader: LlamaForCausalLM, **settings: Any) -> torch.Tensor:
+        cache: Any = DynamicCache(config=llama.config)
+        with torch.no_grad():
+            reader(input_ids=ids[:, :4].to(reader.device), past_key_values=cache, use_cache=True)
         found = generated(model, ids, past_key_values=cache, **settings)
         assert cache.get_seq_length() == ids.shape[1] + 5
-        return found
+        return found.cpu()
 
-    read: Any = DynamicCache(config=llama.config)
     ids = torch.cat([PROMPTS[[0, 0, 0]], PROMPTS[[2, 0, 2]]], dim=1)
-    with torch.no_grad():
-        llama(input_ids=ids[:, :4], past_key_values=read, use_cache=True)
+    there = on_the_device(llama, wrapped)
+    expected = with_prefix(there, reader=there)
 
-    expected = with_prefix(llama)
+    # On the host, where its weights are.
+    found = with_prefix(wrapped, reader=llama, roundpipe_run_config=in_microbatches(2))
 
-    assert torch.equal(with_prefix(wrapped, roundpipe_run_config=in_microbatches(2)), expected)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("told", ["by the call", "by a config", "by the model"])
@@ -288,7 +297,7 @@ def test_beams_of_a_sample_stay_together(told: str, llama: LlamaForCausalLM, wra
     options = {"by the call": {"num_beams": 3}, "by a config": {"generation_config": settings}}.get(told, {})
     if told == "by the model":
         wrapped.generation_config.num_beams = 3
-    expected = generated(llama, num_beams=3)
+    expected = tokens_of_itself(llama, wrapped, num_beams=3)
 
     found = generated(wrapped, **options, roundpipe_run_config=in_microbatches(2))
 
@@ -302,7 +311,7 @@ def test_a_cache_of_an_unknown_class_is_used_in_one_piece(llama: LlamaForCausalL
     with pytest.raises(ValueError, match="samples of a Mine cannot be divided"):
         generated(wrapped, past_key_values=Mine(), roundpipe_run_config=in_microbatches(2))
 
-    assert torch.equal(generated(wrapped, past_key_values=Mine()), generated(llama))
+    assert torch.equal(generated(wrapped, past_key_values=Mine()), tokens_of_itself(llama, wrapped))
 
 
 def test_a_cache_in_a_call_with_gradients_is_refused(llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
@@ -326,12 +335,12 @@ def peft() -> Any:
 def test_adapters_generate_as_in_the_model_itself(llama: LlamaForCausalLM, runtime: Runtime, peft: Any) -> None:
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(copy.deepcopy(llama), config).eval()
-    expected = generated(model)
+    wrapped: Any = wrap_model_to_roundpipe(copy.deepcopy(model), runtime=runtime)
 
-    found = generated(wrap_model_to_roundpipe(model, runtime=runtime))
+    found = generated(wrapped)
 
-    assert torch.equal(found, expected)
-    assert not torch.equal(found, generated(llama))
+    assert torch.equal(found, tokens_of_itself(model, wrapped))
+    assert not torch.equal(found, tokens_of_itself(llama, wrapped))
 
 
 def test_a_learned_prompt_is_refused(llama: LlamaForCausalLM, runtime: Runtime, peft: Any) -> None:

@@ -13,8 +13,17 @@ import torch
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rp_presets import to_sequential
+from rp_presets.caches.devices import bring
 from rp_presets.caches.parts import in_parts, sizes_of
-from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, Qwen3Config, StaticCache
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StaticCache,
+)
 
 SIZES = (2, 1, 3)
 NUM_LAYERS = 2
@@ -171,3 +180,36 @@ def test_caches_that_do_not_tell_where_samples_are_stay_in_one_piece() -> None:
     for cache in (Mine(), EncoderDecoderCache(DynamicCache(), DynamicCache())):
         with pytest.raises(ValueError, match=f"{type(cache).__name__} cannot be divided .* num_microbatch=1"):
             in_parts(cache, SIZES)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_what_was_read_elsewhere_goes_where_each_layer_runs(kind: Any) -> None:
+    sizes = {"vocab_size": 8, "hidden_size": 6, "intermediate_size": 8, "num_attention_heads": 2, "head_dim": 4}
+    config = Qwen3Config(**sizes, num_key_value_heads=1, num_hidden_layers=2, max_position_embeddings=16)
+    model = Qwen3ForCausalLM(config).eval()
+    cache = kind(config=config, max_cache_len=6) if kind is StaticCache else kind(config=config)
+    ids = torch.ones(2, 3, dtype=torch.long)
+    first, *others = to_sequential(copy.deepcopy(model)).to("meta")
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+
+        found = first(ids[:, :1].to("meta"), past_key_values=cache)
+        for layer in others:
+            found = layer(found)
+
+    assert found.logits.shape == (2, 1, 8)
+    for layer in cache.layers:
+        assert {value.device.type for value in vars(layer).values() if isinstance(value, torch.Tensor)} == {"meta"}
+        assert layer.device == torch.device("meta")
+
+
+def test_only_the_layers_named_are_brought_and_those_of_both_caches_of_an_encoder_decoder() -> None:
+    cache: Any = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    own, crossed = cache.self_attention_cache, cache.cross_attention_cache
+    for inner in (own, crossed):
+        written(DynamicCache(), [inner], (2,))
+
+    bring(cache, {1, 7}, torch.device("meta"))
+
+    for inner in (own, crossed):
+        assert [layer.keys.device.type for layer in inner.layers] == ["cpu", "meta"]

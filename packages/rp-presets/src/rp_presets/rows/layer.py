@@ -8,11 +8,13 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from rp_presets.caches.before import is_state
+from rp_presets.caches.devices import bring, indices_in_caches
 from rp_presets.errors import UnsupportedModel
 from rp_presets.rows.capture import capturing
 from rp_presets.rows.carry import BoxKey, Carry, LayerCall, Value
 from rp_presets.rows.layout import RowLayout
-from rp_presets.rows.trees import contents_of, filled, leaves, mapped, same
+from rp_presets.rows.trees import contents_of, filled, leaves, mapped, same, tensors
 
 
 class SharesConfigs(nn.Module):
@@ -47,6 +49,7 @@ class Layer(SharesConfigs):
         self.index = index
         self.layout = layout
         self.training = layer.training
+        self.cache_indices = indices_in_caches(layer)
 
     def forward(self, carry: Carry) -> Carry:
         """Run the layer; return the carry with its results replaced.
@@ -56,6 +59,7 @@ class Layer(SharesConfigs):
         call = carry.program.calls[self.index]
         boxes = {key: filled(carry.program.empty[key], carry.boxes[key]) for key in _boxes(call)}
         args, kwargs = mapped(lambda leaf: _read(leaf, carry, boxes), call.arguments)
+        self._bring_caches((args, kwargs))
         with capturing(carry.collected) as collected:
             result = self._callable(collected)(*args, **kwargs)
         self._detach_attributes()
@@ -72,6 +76,12 @@ class Layer(SharesConfigs):
         # `_call_impl` calls a module without its compiled code; torch has no type for it.
         uncompiled = cast("Callable[..., Any]", self.layer._call_impl)  # pyright: ignore[reportUnknownMemberType]
         return uncompiled if collected and self.layout.hooks.are_late else self.layer
+
+    def _bring_caches(self, arguments: Any) -> None:
+        given = tensors(arguments)
+        for leaf in leaves(arguments) if given else ():
+            if is_state(leaf):
+                bring(leaf, self.cache_indices, given[0].device)
 
     def _detach_attributes(self) -> None:
         # Tensors in the attributes that a layer sets would keep the graph alive, and could not be copied.
