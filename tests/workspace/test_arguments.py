@@ -19,6 +19,8 @@ MANY = {
     "rp_optim.optimizers.lion.Lion.__init__",
     "rp_optim.optimizers.muon.Muon.__init__",
     "rp_optim.optimizers.sgd.SGD.__init__",
+    "rp_packing.kernel.cast_kernel.cast_kernel",
+    "rp_packing.kernel.cast_kernel.largest_kernel",
     "rp_packing.kernel.triton_kernel.expand_kernel",
     "rp_sched.problem.costs.LayerCost.__init__",
 }
