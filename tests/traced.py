@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -13,13 +14,17 @@ _ELSEWHERE = ("slow", "hypothesis", "untraced", "mutation", "nightly")
 _CASES = 3
 _CASES_OF = {"roundpipe": 2, "rp_optim": 8, "rp_presets": 8}
 
+# Dear ones whose lines others pass, too: `scripts/untraced` has found them.
+_LISTED = frozenset(Path(__file__).with_name("untraced.txt").read_text().splitlines())
+
 
 def traced(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """At most three cases of each test, or as many as its folder has, evenly spaced; none with certain marks."""
+    """At most three cases of each test, or as many as its folder has, evenly spaced; none listed or marked so."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not any(map(item.get_closest_marker, _ELSEWHERE)):
-            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+        name = item.nodeid.split("[")[0]
+        if name not in _LISTED and not any(map(item.get_closest_marker, _ELSEWHERE)):
+            tests.setdefault(name, []).append(item)
     return {cases[place] for cases in tests.values() for place in spaced(len(cases), _most(cases[0]))}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise, product
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -13,6 +14,7 @@ from sometimes import beyond_few
 from traced import spaced, traced
 
 pytest_plugins = "pytester"
+ROOT = Path(__file__).parents[2]
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
 THREE_AXES = """
@@ -190,3 +192,28 @@ def test_of_many_cases_coverage_looks_at_three_and_the_others_run_without(pytest
     """)
     chosen = [item.name for item in items if item in traced(items)]
     assert chosen == [*(f"test_many[{number}]" for number in (0, 6, 13)), "test_one"]
+
+
+def test_coverage_does_not_look_at_what_is_listed(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many, _, one = pytester.getitems("""
+        import pytest
+
+        @pytest.mark.parametrize("number", range(2))
+        def test_many(number):
+            pass
+
+        def test_one():
+            pass
+    """)
+    monkeypatch.setattr("traced._LISTED", {many.nodeid.split("[")[0]})
+
+    assert traced([many, one]) == {one}
+
+
+def test_what_is_listed_exists() -> None:
+    names = [line.partition("::") for line in (ROOT / "tests/untraced.txt").read_text().splitlines()]
+    missing = [name for file, _, name in names if f"def {name}(" not in (ROOT / file).read_text()]
+
+    assert missing == [], "take them out of tests/untraced.txt, or write their new names there"
