@@ -95,7 +95,7 @@ def test_a_run_from_before_there_were_kinds_of_state_goes_on_as_fp32(tmp_path: P
 
 @pytest.mark.later
 def test_linear_layers_multiply_in_fp8(
-    inputs: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    inputs: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = ["train", *inputs, *SETTINGS, "--dtype", "bfloat16", "--steps", "2", "--lora", "4", "--quiet"]
     kinds = ("bf16", "fp8", "fp8-cast")
@@ -109,6 +109,13 @@ def test_linear_layers_multiply_in_fp8(
     assert "skipped by name" in told[0]
     assert first != second == third
     assert second == pytest.approx(first, rel=0.02)
+    # What is decided is told, and goes on so.
+    auto = [*run[:-1], "--output", str(tmp_path / "auto"), "--compute", "auto"]
+    assert main(auto) == 0
+    words = "compute='auto': bf16, since cpu:0 emulates products in FP8, which takes longer"
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert words.replace("'", "&#x27;") in (tmp_path / "auto" / "report.html").read_text()
+    assert [line["loss"] for line in finetuning.lines(tmp_path / "auto")] == first
     with pytest.raises(Refused, match="--compute fp8-cast is for models in bfloat16, but --dtype is float32"):
         options("--compute", "fp8-cast", "--dtype", "float32")
 

@@ -180,6 +180,7 @@ SCHEMA: dict[str, Any] = {
         "optimizer_state": str,
         "step_in_backward": bool,
         "compute": str,
+        "chooses_compute": bool,
         "master": str,
         "expanded_bytes": int,
     },
@@ -790,6 +791,14 @@ def test_products_in_fp8_are_priced_by_the_cards_rate(config: Write, capsys: pyt
     assert 1 / 1.7 < twice / bf16 < 0.7
     assert shown["machine"]["fp8_tflops"] == 0.2
     assert shown["model"]["compute"] == "fp8"
+    # FP8 of the same rate, and none, gain nothing.
+    chosen = {
+        words: found(capsys, *usual, words, "--compute", "auto")
+        for words in (gpu, gpu.replace("fp8=0.2", "fp8=0.1"), gpu.replace(",fp8=0.2", ""))
+    }
+    assert [each["model"]["compute"] for each in chosen.values()] == ["fp8", "bf16", "bf16"]
+    assert all(each["model"]["chooses_compute"] for each in chosen.values())
+    assert [each["plan"]["busy_s"]["device"] for each in chosen.values()] == [twice, bf16, bf16]
     sums = ("RTX 4090", "H100")
     rates = [
         [

@@ -188,6 +188,7 @@ def foretell(case: Case, *, settles: bool = True) -> Foretold:
 
     Cases that differ in host memory only often lead to the same search, which is then made once.
     """
+    case = replace(case, workload=case.workload.on(case.machine.card))
     counts = case.counts()
     problems = tuple((own, *_problem(case, size_of(case.batch, count))) for own, count in counts.items())
     best = _fastest(problems, case.machine.devices)

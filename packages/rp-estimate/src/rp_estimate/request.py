@@ -17,7 +17,7 @@ _NAMES = {
     "optimizer_state": ("fp32", "bf16", "8bit"),
     "master": ("whole", "split", "disk"),
     "frozen": ("memory", "disk"),
-    "compute": ("bf16", "fp8", "fp8-cast", "fp16-sums"),
+    "compute": ("bf16", "fp8", "fp8-cast", "fp16-sums", "auto"),
 }
 
 
@@ -36,6 +36,7 @@ class Request:
     `disk_bytes`: of a disk that holds the optimizer's moments; `disk_gb_s`: its rates of reading and writing;
     `disk_tbw`: the 10^12 bytes that may be written in its life. `frozen`: "disk" keeps frozen weights there, too.
     `utilisation`: the part of the card's dense rate that layers reach, None for the usual one.
+    `compute`: how layers multiply; "auto" for bf16 or fp8, as is faster by the card's rates.
 
     >>> from rp_estimate.machine.cards import card_named
     >>> Request(model=Path("config.json"), card=card_named("H100"), batch=8).optimizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -79,6 +79,7 @@ class Training:
     `is_sync`: whether steps are synchronous; masters in halves have second blocks of weights only if they are not.
     `master`: "whole", "split", or "disk": in halves, of which `drive` has the lower one. `utilisation`: the part
     of the card's dense rate; None for the usual one. `drive`: where the state is; `frozen`: frozen weights.
+    `compute`: how layers multiply; `chooses_compute`: as is faster by a card's rates, see `Workload.on`.
     """
 
     sequence: int
@@ -87,6 +88,7 @@ class Training:
     master: str = "whole"
     step_in_backward: bool = False
     compute: str = "bf16"
+    chooses_compute: bool = False
     is_adapted: bool = False
     is_sync: bool = True
     optim_dtype: torch.dtype = OPTIM_DTYPE
@@ -97,8 +99,13 @@ class Training:
     @classmethod
     def of(cls, options: Any, **more: Any) -> Training:
         """Return what a `Request`, or other options with these names, say; `more`: what only one of them has."""
-        same = ("sequence", "optimizer", "optimizer_state", "master", "step_in_backward", "compute")
-        return cls(**{name: getattr(options, name) for name in same}, is_adapted=options.is_adapted, **more)
+        same = ("sequence", "optimizer", "optimizer_state", "master", "step_in_backward")
+        chooses_compute = options.compute == "auto"
+        found = {name: getattr(options, name) for name in same}
+        compute = "bf16" if chooses_compute else options.compute
+        return cls(
+            **found, compute=compute, chooses_compute=chooses_compute, is_adapted=options.is_adapted, **more
+        )
 
     @property
     def master_kind(self) -> MasterKind:
@@ -159,6 +166,13 @@ class Workload:
         name, named = type(model).__name__, _named_otherwise(model)
         layers, shown = (0, "") if images is None else (tower_layers(model), images.line)
         return cls(name, named, observed, group(modules), how, expanded, expansion, _hidden(model), layers, shown)
+
+    def on(self, card: Card) -> Workload:
+        """Return this workload as it multiplies on a card: with ``compute="auto"``, as is faster by its rates."""
+        if not self.how.chooses_compute:
+            return self
+        compute = "fp8" if Fp8Share.of(self.observed.modules).pays(card) else "bf16"
+        return self if compute == self.how.compute else replace(self, how=replace(self.how, compute=compute))
 
     @property
     def utilisation(self) -> float:

@@ -7,10 +7,12 @@ from rp_packing.formats.by_name import FORMATS, format_of
 from rp_packing.frozen import PackedBytes, pack_frozen, unpack_frozen
 from rp_packing.kernel.choice import refusal
 from rp_packing.layout import CodeLayout
+from rp_packing.products.decision import LEAST_SAVED, Decision, candidates, decide
 from rp_packing.products.layers import Fp8Choice, Fp8Linear, become, choose, codes_bytes
 from rp_packing.products.only_multiplied import by_name, only_multiplied, reads_codes_alone
 from rp_packing.products.recipe import Fp8
 from rp_packing.products.scaled import refusal as fp8_refusal
+from rp_packing.products.timing import Shape, run_linear, shapes_of, time_products
 from rp_packing.rows import Rows
 from rp_packing.services import Services, lend
 from rp_packing.weight import PackedWeight, as_parameter, expand, expansion_bytes, packed_weights
@@ -22,7 +24,9 @@ Layout = CodeLayout
 
 __all__ = [
     "FORMATS",
+    "LEAST_SAVED",
     "CodeLayout",
+    "Decision",
     "Expansions",
     "Format",
     "Fp8",
@@ -34,11 +38,14 @@ __all__ = [
     "PackedWeight",
     "Rows",
     "Services",
+    "Shape",
     "as_parameter",
     "become",
     "by_name",
+    "candidates",
     "choose",
     "codes_bytes",
+    "decide",
     "expand",
     "expansion_bytes",
     "format_of",
@@ -49,5 +56,8 @@ __all__ = [
     "packed_weights",
     "reads_codes_alone",
     "refusal",
+    "run_linear",
+    "shapes_of",
+    "time_products",
     "unpack_frozen",
 ]

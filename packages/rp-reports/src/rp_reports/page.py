@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,19 @@ class Page:
         options: of the run.
         plan: as it was told.
         timeline: the plan, drawn as SVG.
+        told: returns what the first step has decided, or nothing.
     """
 
-    def __init__(self, output: Path, options: Mapping[str, Any], *, plan: str, timeline: str) -> None:
+    def __init__(
+        self,
+        output: Path,
+        options: Mapping[str, Any],
+        *,
+        plan: str,
+        timeline: str,
+        told: Callable[[], str] = str,
+    ) -> None:
+        self._decided = told
         self._output, self._options, self._plan, self._timeline = output, options, plan, timeline
         self._mark = _written_options(output)
 
@@ -64,7 +74,8 @@ class Page:
                         f"--output {self._output} is another folder now: no {REPORT} is written there"
                     )
                 rows = list(_rows(self._output / METRICS))
-                text = page(rows, self._options, plan=self._plan, timeline=self._timeline)
+                plan = "\n".join(filter(None, [self._plan, self._decided()]))
+                text = page(rows, self._options, plan=plan, timeline=self._timeline)
                 (self._output / REPORT).write_text(text, encoding="utf-8")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ _NEW = 0.1
 class Progress:
     """The progress of a training, on stderr: a line that changes or, without a terminal, one now and then.
 
-    `done`: steps of an earlier run. `is_shown`: whether to show it.
+    `done`: steps of an earlier run. `is_shown`: whether to show it. `told`: returns what the first step
+    has decided, or nothing.
     """
 
-    def __init__(self, steps: int, *, done: int = 0, is_shown: bool = True) -> None:
+    def __init__(self, steps: int, *, done: int = 0, is_shown: bool = True, told: Callable[[], str] = str) -> None:
+        self._decided = told
         self._steps, self._done, self._begun = steps, done, done
         self._is_shown, self._is_terminal = is_shown, columns(sys.stderr) is not None
         self._bar: Any = tqdm(  # Any: tqdm is untyped here
@@ -47,6 +50,8 @@ class Progress:
         # The first step makes what all others have.
         is_young = self._mean_s is None or figures.step <= self._begun + 2
         self._mean_s = figures.seconds if is_young else _NEW * figures.seconds + (1 - _NEW) * (self._mean_s or 0)
+        if figures.step == self._begun + 1:
+            self._tell_decided()
         if figures.step == min(self._begun + 2, self._steps):
             self._tell_memory(figures)
         self._show(figures, self._left())
@@ -95,6 +100,10 @@ class Progress:
         return is_other and (
             is_last or self._done - steps >= self._steps / _PART or time.monotonic() - when >= _SECONDS
         )
+
+    def _tell_decided(self) -> None:
+        if self._is_shown and (text := self._decided()):
+            self._write(text)
 
     def _tell_memory(self, figures: StepFigures) -> None:
         if not self._is_shown:

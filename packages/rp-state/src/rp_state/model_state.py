@@ -6,7 +6,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -38,6 +38,8 @@ from rp_state.passed_memory import PassedMemory, sharing
 from rp_state.shards import Owners
 
 MasterKind = Literal["whole", "split"]
+Coded = Callable[[Sequence[torch.nn.Module]], frozenset[int]]
+"""Returns the ids of the weights of a row of modules whose FP8 codes are published."""
 
 
 class _MissingWarning:
@@ -69,8 +71,7 @@ class HostOptions:
     blocks; None if the engine decides, before the first step. `master`: whether bf16 weights are the upper halves
     of their masters. `disk`: where the lower halves are; None for memory. `steps_in_backward`: the optimizer steps
     during each training call, and layers pass their gradients' memory on. `frozen`: where the frozen weights are;
-    None for memory. `coded`: returns the ids of the weights of a row of modules whose FP8 codes are published,
-    too; None: none are.
+    None for memory. `coded`: which weights' FP8 codes are published, too; None: those of none.
     """
 
     pin: PinMode = "alloc"
@@ -80,7 +81,7 @@ class HostOptions:
     steps_in_backward: bool = False
     disk: Disk | None = None
     frozen: FrozenDisk | None = None
-    coded: Callable[[Sequence[torch.nn.Module]], frozenset[int]] | None = None
+    coded: Coded | None = None
 
     def coded_in(self, modules: Sequence[torch.nn.Module]) -> frozenset[int]:
         """Return the ids of the weights whose codes are published."""
@@ -411,6 +412,11 @@ class ModelState:
         """Any of the weights may have been written, past their version counters."""
         for block in self.trainable:
             block.note_changed(range(len(block.tensors)))
+
+    def publish_codes(self, coded: Coded | None) -> None:
+        """Let the codes of other weights be published from now on; those that are there already stay."""
+        self.options = replace(self.options, coded=coded)
+        self.coded = self.options.coded_in(self.modules)
 
     @torch.inference_mode(False)
     def make_codes(self) -> None:

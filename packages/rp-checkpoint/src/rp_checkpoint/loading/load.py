@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from rp_engine import Runtime
 from rp_engine.context import lasting
 from rp_sched import Plan
 
@@ -98,7 +97,7 @@ def load_checkpoint(
     optimizers = training.optimizers
     notes = Notes()
     layout = model.checkpoint_layout()
-    opened = _opened_by_all(Path(os.path.abspath(path)), model.runtime, _Wanted(layout, training))
+    opened = _opened_by_all(Path(os.path.abspath(path)), model, _Wanted(layout, training))
     with model.runtime.launching(), lasting(), torch.no_grad():
         restoring, is_behind = model.whole.restoring, bool(opened.description["is_behind"])
         held = {id(one.tensor): one for one in restoring.begin(is_behind=is_behind)}
@@ -135,13 +134,15 @@ class _Wanted:
         return opened
 
 
-def _opened_by_all(path: Path, runtime: Runtime, wanted: _Wanted) -> Opened:
+def _opened_by_all(path: Path, model: Saveable, wanted: _Wanted) -> Opened:
     """Open a checkpoint; with several machines, on all of them.
 
     Raises `MachineFailed` if another machine could not open it, `rp_dist.Disagreement` if theirs is not the same.
     """
+    runtime = model.runtime
     with runtime.peers.telling_early(_LOADING, runtime.launch, lambda: False):
         opened = wanted.open(path)
+        model.take_settings({name: part["settings"] for name, part in _parts(opened).items()})
 
     def facts() -> dict[str, str]:
         return {"checkpoint": f"{path.name}, {opened.digest[:12]}"}
@@ -188,9 +189,13 @@ def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**latest, "_growth_tracker": tracker}
 
 
+def _parts(opened: Opened) -> dict[str, dict[str, Any]]:
+    """Return how each part of the model was trained."""
+    return cast("dict[str, dict[str, Any]]", opened.value("facts")["model"]["parts"])
+
+
 def _loaded(opened: Opened, notes: Notes) -> LoadedCheckpoint:
-    facts = opened.value("facts")
-    parts = cast("dict[str, dict[str, Any]]", facts["model"]["parts"])
+    facts, parts = opened.value("facts"), _parts(opened)
     return LoadedCheckpoint(
         path=opened.path,
         step=facts["step"],

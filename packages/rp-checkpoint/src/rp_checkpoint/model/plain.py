@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rp_engine import Runtime
 from torch import nn
@@ -27,3 +29,6 @@ class PlainModel:
     def checkpoint_facts(self) -> ModelFacts:
         """Return its class."""
         return ModelFacts(class_name(self.module))
+
+    def take_settings(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take none: whoever drives the engine decides."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from rp_engine import Runtime
 from rp_engine.saving import ModelBetweenSteps, ModelTensor
@@ -67,6 +67,13 @@ class Saveable(Protocol):
 
     def checkpoint_facts(self) -> ModelFacts:
         """Return how it was trained."""
+        ...
+
+    def take_settings(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on as was decided in the training of a checkpoint that is loaded; called before anything else is.
+
+        `settings`: its `PartFacts.settings`, by part. Raises `CheckpointMismatch` if it cannot.
+        """
         ...
 
 

@@ -285,7 +285,11 @@ class FineTuning(AdapterOptions):
         "how often an epoch has each of --data, such as 1 0.5 3", several(positive("WEIGHT")), shown="each once"
     )
     compile: bool = _tuning("compile the layers", FLAG, False, is_free=True)
-    compute: str = _tuning(shared.COMPUTE, one_of(("bf16", "fp8", "fp8-cast")), "bf16")
+    compute: str = _tuning(
+        f"{shared.COMPUTE}; auto: bf16 or fp8, as the first step measures to be faster, resumed runs, too",
+        one_of(("bf16", "fp8", "fp8-cast", "auto")),
+        "bf16",
+    )
     quiet: bool = _tuning("print nothing but warnings and errors", FLAG, False, is_free=True)
     resume: bool = _tuning(
         "go on from the newest whole checkpoint in --output",

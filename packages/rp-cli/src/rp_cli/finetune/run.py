@@ -202,13 +202,17 @@ def _train(
         facts |= {} if identity is None else {KEY: identity}
         return InFolder(folder, partial(save_model, model, saved_beside, identity), options=facts)
 
+    def told() -> str:
+        return str(model.compute_decision or "")
+
     def reports(done: int) -> Iterator[Report]:
         if options.output is not None:
             for kind in sorted({*options.report} - {"jsonl"}):
                 yield Tracked(kind, options.output, options.jsonable(), after=done or None)
             if "jsonl" in options.report:
-                yield page(options.output, options.jsonable())
-        yield Progress(settings.steps, done=done, is_shown=processes.is_first and not options.quiet)
+                yield page(options.output, options.jsonable(), told=told)
+        shown = processes.is_first and not options.quiet
+        yield Progress(settings.steps, done=done, is_shown=shown, told=told)
 
     return train(
         model,

@@ -240,8 +240,9 @@ class PlanOptions(AdapterOptions):
     )
     step_in_backward: bool = option(shared.STEPPED, FLAG, False)
     compute: str = option(
-        f"{shared.COMPUTE}; fp16-sums: all products of fp16 numbers, with sums in fp16",
-        one_of(("bf16", "fp8", "fp8-cast", "fp16-sums")),
+        f"{shared.COMPUTE}; fp16-sums: all products of fp16 numbers, with sums in fp16; auto: bf16 or fp8, as is "
+        "faster by the card's rates",
+        one_of(("bf16", "fp8", "fp8-cast", "fp16-sums", "auto")),
         "bf16",
     )
     num_microbatch: int | None = option(

@@ -19,7 +19,7 @@ from roundpipe.models.calls.surroundings import check_call
 from roundpipe.models.calls.untraced import untraced
 from roundpipe.models.part import Part
 from roundpipe.models.roundpipe import RoundPipe
-from roundpipe.models.saved.facts import facts_of
+from roundpipe.models.saved.facts import facts_of, take_settings
 from roundpipe.models.side_outputs import refuse_hooked
 from roundpipe.models.wrapped.options import WrapOptions
 
@@ -182,6 +182,10 @@ class AutoRoundPipe(RoundPipeBase):
     def checkpoint_facts(self) -> ModelFacts:
         """Return how the model and its parts were trained, for its checkpoints."""
         return facts_of(self.named_model, self.optim_dtype, self.parts)
+
+    def take_settings(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
+        """Have the parts go on as was decided in the training of a checkpoint that is loaded, by part."""
+        take_settings(self.parts, settings)
 
 
 def needs_row_error(name: str) -> ValueError:

@@ -41,14 +41,14 @@ from rp_engine import (
 from rp_engine.wrapping import Compute, FrozenDisk, MasterKind, PinMode, check_compute
 from rp_generate import GeneratingLayers, generated
 from rp_optim import Disk
-from rp_packing import Fp8
+from rp_packing import Decision, Fp8
 from rp_sched import LayerCost, Mode
 from torch import nn
 
 from roundpipe.models.base import RoundPipeBase, wrappers
 from roundpipe.models.calls.surroundings import check_call, tell_no_cache
 from roundpipe.models.calls.untraced import untraced
-from roundpipe.models.saved.facts import facts_of
+from roundpipe.models.saved.facts import facts_of, take_settings
 from roundpipe.models.unfit import refuse_unfit
 from roundpipe.models.wrapped.options import WrapOptions, given_config
 from roundpipe.models.wrapped.row import row_of
@@ -92,6 +92,8 @@ class RoundPipe(RoundPipeBase):
         compute: how linear layers multiply, unless settings say otherwise: ``"bf16"``, the default, or ``"fp8"``,
             which is up to twice as fast on GPUs that have it, for one more rounding of each factor. An
             `Fp8` says which products and which layers; docs/how-to/fp8.md says what it does to numbers.
+            ``"auto"``: the first training call measures which of them is faster on its device, and all calls from
+            then on compute so, those of a training that is resumed from its checkpoints, too.
 
         frozen: where frozen weights are: ``"memory"``, or ``"disk:DIR[,DIR...]"``: in files without names in
             these directories, from where each upload reads them through a small pinned ring. They are written
@@ -372,6 +374,21 @@ class RoundPipe(RoundPipeBase):
     def checkpoint_facts(self) -> ModelFacts:
         """Return how the model was trained, for its checkpoints."""
         return facts_of(self.named_model, self.optim_dtype, {"": self})
+
+    def take_settings(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on as was decided in the training of a checkpoint that is loaded. `settings`: its, by part."""
+        take_settings({"": self}, settings)
+
+    @property
+    def compute_decision(self) -> Decision | None:
+        """How linear layers multiply with ``compute="auto"``, and why, in words: its `recipe` and `reason`.
+
+        >>> with Runtime("cpu:1") as runtime:
+        ...     RoundPipe(nn.Linear(4, 4), runtime=runtime, compute="auto").compute_decision
+
+        None until the first call that trains has decided it, and in models that were never told ``"auto"``.
+        """
+        return self._engine.auto_compute.decision
 
     @property
     def num_microbatch(self) -> int | None:

@@ -41,7 +41,8 @@ class Engine:
     """Launches one model's calls, in the order in which they are made.
 
     `host`: the model's state on the host. `aside`: its calls beside training. `is_compiled`: whether its layers
-    are compiled, with these arguments of `torch.compile` if there are any.
+    are compiled, with these arguments of `torch.compile` if there are any. `auto_compute`: what ``compute="auto"``
+    is in its calls.
 
     Raises `TypeError` for a `compile_layers` that is neither a bool nor a dict.
     """
@@ -64,6 +65,7 @@ class Engine:
         self.aside = CallsAside(name, runtime, self._runs)
         self.host = self._runs.host
         self.planner = self._runs.planner
+        self.auto_compute = self._runs.auto_compute
 
     def telling(self) -> AbstractContextManager[None]:
         """Return a context that tells machines waiting for this training call of an error before its launch."""
@@ -179,6 +181,8 @@ class Engine:
                 numbers = shared.numbers(_always)
                 with_grad = bool(batch.inputs) or (wants_grad and self.host.has_trained())
                 self.host.get_ready(training=False, regroups=with_grad)
+                if with_grad:
+                    self._runs.decide_compute(batch, config)
                 run = self._runs.start("train" if with_grad else "infer", batch, config, numbers=numbers)
                 outputs = run.outputs(wait=config.merge_output is not False)
                 self._runs.settle_draws(run, numbers)
@@ -330,6 +334,7 @@ class Engine:
                 f"model {self._name!r} has no trainable parameter, and no input requires grad, so "
                 "forward_backward would train nothing; unfreeze parameters, or call the model instead"
             )
+        self._runs.decide_compute(batch, config)
         return self._runs.start("fused", batch, config, loss_fn, keep=keep, numbers=numbers, step=step)
 
     def loss(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from rp_errors import warn_user
+from rp_packing import Decision, Fp8
 from rp_recompute.randomness import Randomness, draw_seed, may_draw_seed, peek_seed
 from rp_sched import Mode, Task
 from rp_state.block import Block
@@ -27,10 +28,11 @@ from rp_engine.execution.batch import Batch
 from rp_engine.execution.call import Aside, Call, LossFn, Streams
 from rp_engine.execution.run import Run
 from rp_engine.peers.call import Numbers
-from rp_engine.planning.fp8_layers import Fp8Layers
+from rp_engine.planning.auto_compute import AutoCompute, autocast_refusal
+from rp_engine.planning.fp8_layers import Fp8Layers, coded_by
 from rp_engine.planning.planner import Planner
 from rp_engine.runtime.runtime import Runtime
-from rp_engine.settings.run_config import RoundPipeRunConfig
+from rp_engine.settings.run_config import Compute, RoundPipeRunConfig
 
 # In one of so many training calls, what layers recompute is compared with what their forward gave: a layer may
 # cease to compute the same after its first calls, in which it is examined.
@@ -60,6 +62,7 @@ class Runs:
         self._compiler = None if compile_options is None else Compiler(compile_options, len(runtime.lanes))
         self._twins = self._new_twins()
         self._fp8_layers = self._new_fp8_layers()
+        self.auto_compute = AutoCompute(name, runtime, compile_options)
 
     def start(
         self,
@@ -207,8 +210,31 @@ class Runs:
         if call.habits.evaluates_randomly and numbers is None:
             draw_seed()
 
+    def decide_compute(self, batch: Batch, config: RoundPipeRunConfig) -> None:
+        """Decide what ``compute="auto"`` is, before the first call that trains; at one place on all machines."""
+        if config.compute == "auto" and self.auto_compute.decision is None:
+            refused = autocast_refusal([(each.enabled, each.dtype) for each in batch.autocast])
+            modules = [layer.module for layer in self.host.state.layers]
+            self.auto_compute.decide(modules, batch.size, refused, self._runtime.peers)
+
+    def _compute(self, config: RoundPipeRunConfig) -> Compute | Fp8 | None:
+        """Return how layers multiply; once that is decided for FP8, have codes of weights published."""
+        found, state = self.auto_compute.resolved(config.compute), self.host.state
+        is_new = config.compute == "auto" and state.options.coded is None
+        if not (is_new and isinstance(found, Fp8) and found.uploads_codes):
+            return found
+        state.publish_codes(coded_by(found))
+        if self.host.memory_check.has_room_for_codes(state):
+            return found
+        state.publish_codes(None)
+        reason = "; weights travel in bf16, since host memory has no room for their codes"
+        decision, cast = self.auto_compute.decision, replace(found, uploads="bf16")
+        assert decision is not None
+        self.auto_compute.note(Decision(cast, decision.reason + reason))
+        return cast
+
     def _products(self, config: RoundPipeRunConfig) -> Fp8Products | None:
-        found = self._fp8_layers.products(config.compute)
+        found = self._fp8_layers.products(self._compute(config))
         if found is not None:
             uploaded = self.host.state.coded if found.recipe.uploads_codes else frozenset[int]()
             self.planner.footprint.note_codes(self._fp8_layers.codes_bytes(found, uploaded))

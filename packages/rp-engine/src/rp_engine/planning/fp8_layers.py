@@ -28,7 +28,7 @@ def check_compute(
     if (recipe := recipe_of(compute)) is None:
         return
     _check_devices(name, runtime)
-    choice = choose(list(modules), recipe, _has_own_forward)
+    choice = choose(list(modules), recipe, has_own_forward)
     if not choice.count:
         raise ValueError(
             "compute='fp8' needs linear layers of bfloat16 with multiples of 16 inputs and outputs, but model "
@@ -41,6 +41,8 @@ def recipe_of(compute: Compute | Fp8 | None) -> Fp8 | None:
 
     >>> recipe_of("bf16"), recipe_of("fp8") == Fp8()
     (None, True)
+
+    What is not decided yet, ``"auto"``, is none.
     """
     if isinstance(compute, Fp8):
         return compute
@@ -54,7 +56,7 @@ def coded_by(compute: Compute | Fp8 | None) -> Callable[[Sequence[nn.Module]], f
 
 
 def _coded(recipe: Fp8, modules: Sequence[nn.Module]) -> frozenset[int]:
-    return only_multiplied(modules, choose(modules, recipe, _has_own_forward))
+    return only_multiplied(modules, choose(modules, recipe, has_own_forward))
 
 
 def _check_devices(name: str, runtime: Runtime) -> None:
@@ -63,7 +65,8 @@ def _check_devices(name: str, runtime: Runtime) -> None:
             raise ValueError(f"compute='fp8' cannot be used for model {name!r}: {reason}")
 
 
-def _has_own_forward(module: nn.Module) -> bool:
+def has_own_forward(module: nn.Module) -> bool:
+    """Return whether a module computes something else than its class, as `rp_packing.choose` asks."""
     entrance = entrance_of(module)
     return "forward" in vars(module) and (entrance is None or not entrance.replaces_own)
 
@@ -88,7 +91,7 @@ class Fp8Layers:
 
     def _made(self, recipe: Fp8) -> Fp8Products:
         _check_devices(self._name, self._runtime)
-        choice = choose(self._modules, recipe, _has_own_forward)
+        choice = choose(self._modules, recipe, has_own_forward)
         _LOG.log(logging.INFO if choice.count else logging.WARNING, "model %r: %s", self._name, choice)
         return Fp8Products(recipe, choice)
 

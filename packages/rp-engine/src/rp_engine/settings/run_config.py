@@ -14,7 +14,7 @@ from rp_engine.settings.execute_plan import ModelExecutePlan
 
 Grain = Literal["stage", "layer"]
 Launch = Literal["eager", "graphs"]
-Compute = Literal["bf16", "fp8"]
+Compute = Literal["bf16", "fp8", "auto"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ class RoundPipeRunConfig:
             ``"graphs"``: the inner microbatches of a task by CUDA graphs where its layers can be captured, see
             docs/performance.md. Numbers stay those of eager runs.
         compute: how linear layers multiply: ``"bf16"``, the default, in the dtype of their weights; ``"fp8"``: in
-            8 bits where they can, see docs/how-to/fp8.md; an `Fp8` says which products and layers.
+            8 bits where they can, see docs/how-to/fp8.md; an `Fp8` says which products and layers; ``"auto"``: as
+            the first training call measures to be faster, from then on.
         execute_plan: a `ModelExecutePlan` or an `rp_sched.Plan`; default: planned automatically.
 
     >>> RoundPipeRunConfig(num_microbatch=8).over(RoundPipeRunConfig(recompute_grain="layer")).num_microbatch

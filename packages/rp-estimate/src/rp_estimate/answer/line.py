@@ -15,7 +15,7 @@ from rp_estimate.machine.hardware import GIL_MS_PER_GB
 from rp_estimate.machine.network import NETWORK_SHARE
 
 # What JSON has of `Training`.
-_HOW = ("optimizer", "optimizer_state", "master", "step_in_backward", "compute")
+_HOW = ("optimizer", "optimizer_state", "master", "step_in_backward", "compute", "chooses_compute")
 
 
 def as_json(answer: Foretold, changes: Sequence[Change]) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from rp_estimate.answer.amounts import billion, counted, gb, rounded, seconds
 from rp_estimate.foretold import Bound, Foretold, Planned
+from rp_estimate.workload import Training
 
 # Names as in the documentation.
 _BOUNDS: Mapping[Bound, str] = {
@@ -50,7 +51,7 @@ def headings(answer: Foretold) -> Iterator[str]:
         f"{workload.name}: {billion(workload.parameters)} parameters, {parts - 2} layers; {what}, "
         f"{how.optimizer}{_state(how.optimizer_state)}, {_DTYPES[how.optim_dtype]} masters"
         f"{_MASTERS[how.master]}{', stepped in backward' if how.step_in_backward else ''}"
-        f"{'' if how.compute == 'bf16' else f', products in {how.compute}'}"
+        f"{_products(how)}"
     )
     if workload.named:
         yield f"the config names {workload.named}: this is its language model, for which {workload.name} stands"
@@ -71,6 +72,12 @@ def headings(answer: Foretold) -> Iterator[str]:
             f"({source})"
         )
     yield f"a step: {counted(answer.case.batch, 'sequence')} of {counted(workload.how.sequence, 'token')}"
+
+
+def _products(how: Training) -> str:
+    if how.chooses_compute:
+        return f", products in {how.compute}, as is faster by the card's rates"
+    return "" if how.compute == "bf16" else f", products in {how.compute}"
 
 
 def _state(kind: str) -> str:

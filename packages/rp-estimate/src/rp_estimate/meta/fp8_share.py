@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from rp_packing import Fp8, choose, codes_bytes, only_multiplied
+from rp_packing import LEAST_SAVED, Fp8, choose, codes_bytes, only_multiplied
 from rp_trainer.errors import Refused
 from torch import nn
 
@@ -58,6 +58,10 @@ class Fp8Share:
             codes_bytes(one, backward=True) - (codes_bytes(one, backward=False) if id(one) in self.coded else 0)
             for one in self._of(part)
         )
+
+    def pays(self, card: Card) -> bool:
+        """Return whether ``compute="auto"`` would choose FP8 by a card's rates."""
+        return bool(self.weights) and card.fp8_tflops is not None and self.saved(card) >= LEAST_SAVED
 
     def saved(self, card: Card) -> float:
         """Return the part of these products' time in bf16 that FP8 saves.

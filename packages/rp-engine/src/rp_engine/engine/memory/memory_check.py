@@ -107,6 +107,11 @@ class HostMemoryCheck:
         whole = replace(held, codes=_needed_by([state]).codes)
         self._check(self._forecast("for codes of its weights", whole, held, [state]), [state])
 
+    def has_room_for_codes(self, state: ModelState) -> bool:
+        """Whether codes of the weights that are to have some fit beside all that training is likely to take."""
+        trained = likely(self._forecast("to train", _needed_by([state]), held_by([state]), [state]))
+        return self._without_garbage(trained, [state]).fits
+
     def check_training(self, states: Sequence[ModelState]) -> None:
         """Check a model that is about to get masters or second blocks; decide about the latter by default."""
         if all(map(_is_complete, states)):
