@@ -799,6 +799,16 @@ def test_products_in_fp8_are_priced_by_the_cards_rate(config: Write, capsys: pyt
     assert [each["model"]["compute"] for each in chosen.values()] == ["fp8", "bf16", "bf16"]
     assert all(each["model"]["chooses_compute"] for each in chosen.values())
     assert [each["plan"]["busy_s"]["device"] for each in chosen.values()] == [twice, bf16, bf16]
+    assert ", products in fp8, as is faster by the card's rates" in told(capsys, *usual, gpu, "--compute", "auto")
+    # Without room for codes on the host, beside second blocks there or without these, weights travel in bf16.
+    least = usual[: usual.index("--ram")]
+    rams = ["9GB"]
+    for _ in range(2):
+        tight = found(capsys, *least, "--gpu", gpu, "--compute", "auto", "--ram", rams[-1])
+        rams.append(f"{tight['host_bytes']['total'] / 1e9 - 1e-3:.4f}GB")
+    tight = found(capsys, *least, "--gpu", gpu, "--compute", "auto", "--ram", rams[-1])
+    assert tight["model"]["compute"] == "fp8-cast"
+    assert tight["fits"]
     sums = ("RTX 4090", "H100")
     rates = [
         [

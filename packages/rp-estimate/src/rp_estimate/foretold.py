@@ -186,9 +186,19 @@ class Foretold:
 def foretell(case: Case, *, settles: bool = True) -> Foretold:
     """Plan a case and forecast its memory. `settles`: search until the end, and simulate the result.
 
-    Cases that differ in host memory only often lead to the same search, which is then made once.
+    With ``compute="auto"`` the answer's case has what is chosen. Cases that differ in host memory only often lead to
+    the same search, which is then made once.
     """
-    case = replace(case, workload=case.workload.on(case.machine.card))
+    answer = _foretold(replace(case, workload=case.workload.on(case.machine.card)), settles=settles)
+    how = answer.case.workload.how
+    if not how.chooses_compute or how.compute != "fp8" or answer.forecast.fits:
+        return answer
+    # As the engine does where the host has no room for codes.
+    workload = replace(case.workload, how=replace(how, compute="fp8-cast"))
+    return _foretold(replace(case, workload=workload), settles=settles)
+
+
+def _foretold(case: Case, *, settles: bool) -> Foretold:
     counts = case.counts()
     problems = tuple((own, *_problem(case, size_of(case.batch, count))) for own, count in counts.items())
     best = _fastest(problems, case.machine.devices)

@@ -39,6 +39,7 @@ _LOG = logging.getLogger(__name__)
 _MOST_ROWS, _LEAST_ROWS = 1 << 14, 1 << 10
 # How long each product is repeated for, and how often at most.
 _REPEATED_MS, _MOST_RUNS = 20.0, 10
+_MOST_VARIANTS = 1 << 16
 
 
 class Measured(Protocol):
@@ -181,7 +182,8 @@ def timed(
     """Measure, on the lane's thread; layers that are compiled have these options."""
     device, run = lane.device, run_linear
     config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage] - where torch documents its limits
-    variants = 2 * len(shapes) * len(recipes)
+    # Beyond torch's own limits products would run uncompiled, also those of a process's second or third model.
+    limits = {"recompile_limit": _MOST_VARIANTS, "accumulated_recompile_limit": _MOST_VARIANTS}
     if compile_options is not None:
         # Each shape by itself, as layers have them: a variant for any shape would be slower.
         options: Any = {"dynamic": False, **compile_options}
@@ -189,7 +191,7 @@ def timed(
     clock = partial(_clocked, lane)
     lane.settle_device()
     try:
-        with config.patch(recompile_limit=variants), device.computing():
+        with config.patch(limits), device.computing():
             return time_products(shapes, recipes, rows, device.torch_device, clock, calls=calls, run=run)
     finally:
         lane.settle_device()
