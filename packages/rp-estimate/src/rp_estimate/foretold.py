@@ -186,8 +186,8 @@ class Foretold:
 def foretell(case: Case, *, settles: bool = True) -> Foretold:
     """Plan a case and forecast its memory. `settles`: search until the end, and simulate the result.
 
-    With ``compute="auto"`` the answer's case has what is chosen. Cases that differ in host memory only often lead to
-    the same search, which is then made once.
+    With ``compute="auto"`` the answer's case has what is chosen. Cases that differ in host memory only often lead
+    to the same search, which is then made once.
     """
     answer = _foretold(replace(case, workload=case.workload.on(case.machine.card)), settles=settles)
     how = answer.case.workload.how
