@@ -269,3 +269,18 @@ def test_products_are_measured_on_a_device(options: Any) -> None:
 
     assert set(times) == set(recipes)
     assert all(ms > 0 for ms in times.values())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "how", [{}, {"compile_layers": {}}, {"launch": "graphs"}], ids=["eager", "compiled", "graphs"]
+)
+def test_gpus_are_measured_before_the_first_call(how: dict[str, Any]) -> None:
+    with Runtime("cuda:0") as runtime:
+        job = Job(runtime, None, compute="auto", **how)
+        losses, decision = job.train(), job.model.compute_decision
+        assert decision is not None
+        same = Job(runtime, None, compute=decision.recipe or "bf16", **how).train()
+
+    assert losses == same
+    assert "(measured " in decision.reason or "compute capability" in decision.reason
