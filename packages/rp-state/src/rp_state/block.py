@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -14,6 +15,9 @@ from rp_state.frozen.source import DiskPart
 from rp_state.gradient import Gradient
 from rp_state.master import is_split
 from rp_state.shards import Segment
+
+# Of version counters with what they were when the engine looked, which the optimizer's thread compares, too.
+_VERSIONS = threading.Lock()
 
 
 class Block:
@@ -29,6 +33,7 @@ class Block:
 
     `back`: a second block or None. A step writes its result there while devices read `memory`; publication swaps
     the two. `complete`: the parameters whose result is in `back`, as index and master's version at that time.
+    What code outside has written stays, whatever a step that is under way has computed, until `settle`.
     `codes`: FP8 codes of some of the weights, which may travel in their place; None: it has none.
     `segments`: which machine owns which part. `additions`: how often the last microbatch of any task added to each
     gradient; 0 if there was none. `leaves_early`: whether its gradients may leave before a task's end.
@@ -69,6 +74,7 @@ class Block:
         # The engine writes through `.data`, which leaves the parameters' version counters to detect other writers.
         self.values = [tensor.data for tensor in self.tensors]
         self.seen = [tensor._version for tensor in self.tensors]
+        self._written: set[int] = set()
         self.is_staged = not all(map(backend.is_pinned, self.host_tensors()))
 
     @property
@@ -197,7 +203,9 @@ class Block:
         Masters of other machines are skipped. With a second block the caller needs no turn.
         """
         here = [i for i, master in enumerate(masters) if not master.is_meta]
-        stale = [i for i in here if self.complete.get(i) != masters[i]._version]
+        # Without a second block a result would take the place of what code outside has written.
+        kept = self.written() if self.back is None else ()
+        stale = [i for i in here if self.complete.get(i) != masters[i]._version and i not in kept]
         targets = self.values if self.back is None else self.back_values
         backend.host_touch(write=self.written_tensors(), what="publishing weights")
         write_weights([masters[i] for i in stale], [targets[i] for i in stale])
@@ -236,25 +244,51 @@ class Block:
         self.complete = {}
         self.memory, self.back = self.back, self.memory
         self.values, self.back_values = self.back_values, self.values
-        for tensor, old, new in zip(self.tensors, self.back_values, self.values, strict=True):
-            # A parameter that was moved to other memory, as by ``to(dtype)``, keeps that.
-            if tensor.data_ptr() == old.data_ptr():
-                tensor.data = new
+        with _VERSIONS:
+            kept = self._now_written()
+            for index, (tensor, old, new) in enumerate(
+                zip(self.tensors, self.back_values, self.values, strict=True)
+            ):
+                # A parameter that was moved to other memory, as by ``to(dtype)``, keeps that.
+                if tensor.data_ptr() == old.data_ptr():
+                    if index in kept:
+                        new.copy_(old)
+                    tensor.data = new
+        self.note_changed(kept)
 
-    def note_written(self, chosen: set[int]) -> None:
-        """Raise the version counters of the tensors with these ids, which graphs on the host may have saved."""
-        for index, tensor in enumerate(self.tensors):
-            if id(tensor) in chosen:
-                torch.autograd.graph.increment_version(tensor)
-                self.seen[index] += 1
+    def note_written(self, chosen: set[int] | None = None) -> None:
+        """Raise the version counters of the tensors with these ids, or of all, which graphs may have saved."""
+        with _VERSIONS:
+            for index, tensor in enumerate(self.tensors):
+                if chosen is None or id(tensor) in chosen:
+                    torch.autograd.graph.increment_version(tensor)
+                    self.seen[index] += 1
 
     def changed_outside(self) -> list[int]:
         """Return the indices of the tensors that code outside the engine has written since the last such call."""
-        changed = [i for i, tensor in enumerate(self.tensors) if tensor._version != self.seen[i]]
-        for index in changed:
-            self.seen[index] = self.tensors[index]._version
+        with _VERSIONS:
+            changed = self._newly_written()
+            for index in changed:
+                self.seen[index] = self.tensors[index]._version
+            self._written.update(changed)
         self.note_changed(changed)
         return changed
+
+    def written(self) -> set[int]:
+        """Return the indices of the tensors that code outside the engine has written since the last `settle`."""
+        with _VERSIONS:
+            return self._now_written()
+
+    def settle(self) -> None:
+        """Whatever code outside the engine has written so far, results may take its place from now on."""
+        self.changed_outside()
+        self._written.clear()
+
+    def _now_written(self) -> set[int]:
+        return self._written | set(self._newly_written())
+
+    def _newly_written(self) -> list[int]:
+        return [i for i, tensor in enumerate(self.tensors) if tensor._version != self.seen[i]]
 
 
 def in_turn(blocks: Iterable[Block]) -> list[Block]:

@@ -210,6 +210,13 @@ class ModelState:
         """Return the trainable parameters that code outside the engine has written since the last such call."""
         return [block.tensors[index] for block in self.trainable for index in block.changed_outside()]
 
+    def settle_written(self) -> list[torch.Tensor]:
+        """Let results take the place of what code outside the engine has written; return such parameters."""
+        found = [block.tensors[index] for block in self.trainable for index in sorted(block.written())]
+        for block in self.trainable:
+            block.settle()
+        return found
+
     def moved_outside(self) -> list[torch.Tensor]:
         """Return the trainable parameters that were moved to other memory since `build`."""
         return [

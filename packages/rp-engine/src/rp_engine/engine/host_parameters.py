@@ -24,6 +24,7 @@ from rp_engine.engine.under_way import Launched, UnderWay
 from rp_engine.errors import AloneOnly, add_note, in_words
 from rp_engine.optimizer.model_step import ModelStep
 from rp_engine.optimizer.step_queue import StepQueue
+from rp_engine.optimizer.written_weights import tell_written
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.runtime.tickets import Take, own_turn
 
@@ -221,6 +222,7 @@ class HostParameters:
         self.gradients.drop_all()
         for block in self.state.trainable:
             block.begin_results()
+        self.state.settle_written()
         self.state.note_rewritten()
         self.state.unpublished = is_behind and bool(self.state.trainable)
         if not self.state.has_results_apart():
@@ -373,8 +375,11 @@ class HostParameters:
             self.drain()
             written += self.state.moved_outside()
         if written:
+            if self.state.unpublished:
+                tell_written(self.name, self.state, written)
             self._step_queue.wait()
             self.set_masters(written)
+            self.state.settle_written()
             self.shared.note_written(written)
         if changed:
             self._rebuild()

@@ -115,9 +115,8 @@ class Resident(HostParameters):
 
     def _note_written(self) -> None:
         # The engine writes past the version counters that tell autograd that a saved weight was overwritten.
-        torch.autograd.graph.increment_version(self.state.trainable_tensors())
         for block in self.state.trainable:
-            block.changed_outside()
+            block.note_written()
         for block in self._shared_blocks():
             block.note_written(set(self._shared))
 

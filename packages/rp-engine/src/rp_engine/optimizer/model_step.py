@@ -58,12 +58,12 @@ class ModelStep:
         self.measurements = measurements
         self.turns = turns
         self._num_runs = state.num_runs
-        self._is_async = is_async
+        self.is_async = is_async
         self.arriving = {block: arrive(block, turn, self._num_runs) for block, turn in turns.gradients.items()}
 
     def note_launched(self) -> None:
         """Record that the step will run; on the launcher's thread."""
-        self.state.unpublished = self._is_async
+        self.state.unpublished = self.is_async
 
     def linked_blocks(self, tracer: Tracer, shared: SharedStep) -> list[LinkedBlock]:
         """A linked block for each block's gradients."""

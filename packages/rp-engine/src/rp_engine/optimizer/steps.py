@@ -19,6 +19,7 @@ from rp_engine.errors import add_note, class_name, in_words
 from rp_engine.optimizer.linked_block import LinkedBlock, abandon, unlink_all
 from rp_engine.optimizer.model_step import ModelStep
 from rp_engine.optimizer.optimizer_watch import tell_reuse
+from rp_engine.optimizer.written_weights import tell_written_in_step
 from rp_engine.peers.step import Incomplete, Results, SharedStep
 
 
@@ -36,6 +37,9 @@ def run_step(
         if all(part.state.health.has_whole_step for part in parts):
             with tracer.on_host(OPTIMIZER, "step", f"step of {name}"):
                 is_taken = _update(name, parts, step_fn, tracer, shared)
+        for part in parts:
+            if not part.is_async:
+                tell_written_in_step(part.name, part.state)
         for part in parts if shared.publishes(is_taken=is_taken) else ():
             part.turns.after.run(tracer)
         for part in parts:

@@ -1,0 +1,38 @@
+"""Warnings of weights that code outside has written where a step's result goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from rp_errors import warn_user
+from rp_state.model_state import ModelState
+
+from rp_engine.errors import TrainingWarning
+
+
+def tell_written(name: str, state: ModelState, written: Sequence[torch.Tensor]) -> None:
+    """Warn that weights which code outside has written lose the result of a step that calls do not read yet."""
+    warn_user(
+        f"weights of model {name!r} ({_named(state, written)}) were written while the result of its last, "
+        "asynchronous step was not in them yet: they keep what was written, and lose that step's change of them. "
+        "Before you write weights, call model.synchronize(); or take synchronous steps, "
+        "model.step(..., is_async=False)",
+        TrainingWarning,
+    )
+
+
+def tell_written_in_step(name: str, state: ModelState) -> None:
+    """Warn that a step function has written weights themselves, which its own result replaces."""
+    if written := state.settle_written():
+        warn_user(
+            f"the step function of model {name!r} wrote its weights ({_named(state, written)}), which the step's "
+            "result replaces: in a step function write model.optim_parameters(), or write weights after the step",
+            TrainingWarning,
+        )
+
+
+def _named(state: ModelState, written: Sequence[torch.Tensor]) -> str:
+    places = {id(tensor): block for block in state.trainable for tensor in block.tensors}
+    first = places.get(id(written[0]))
+    return f"{len(written)} of them" + (f", the first in {first}" if first is not None else "")

@@ -1,0 +1,143 @@
+"""Weights that the user's own code writes between calls, around steps whose results are not in them yet."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from plain import batch, mlp, square_error
+from roundpipe import RoundPipe, Runtime, TrainingWarning
+from roundpipe import optim as optimizers
+
+LOST = r"weights of model .* \(1 of them, the first in layer 2\) were written while .* call model.synchronize\(\)"
+
+
+def call(model: RoundPipe) -> torch.Tensor:
+    x, y = batch(6)
+    loss = model.forward_backward((x.to(model.model[0].weight.dtype),), label=y, loss_fn=as_fp32)  # type: ignore[index]
+    assert isinstance(loss, torch.Tensor)
+    return loss
+
+
+def as_fp32(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return square_error(outputs.float(), label)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"double_buffer": True}, {"double_buffer": False}, {"master": "split"}],
+    ids=["two blocks", "one block", "halves"],
+)
+def test_what_is_written_before_the_step_under_way_is_published_stays(
+    two: Runtime, options: dict[str, Any]
+) -> None:
+    layers = mlp().bfloat16()
+    model = RoundPipe(layers, torch.float32, runtime=two, **options)
+    optimizer = optimizers.SGD(model.optim_parameters(), lr=0.1)
+    may_end = threading.Event()
+
+    def slow() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        assert may_end.wait(60)
+
+    call(model)
+    model.step(slow)
+    call(model)
+    # Publishes the first one's result before it begins, once that has ended.
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    before = layers[0].weight.detach().clone()
+    with torch.no_grad():
+        layers[2].weight.fill_(0.25)
+    may_end.set()
+    with pytest.warns(TrainingWarning, match=LOST):
+        call(model)
+    model.synchronize()
+
+    assert torch.equal(layers[2].weight, torch.full_like(layers[2].weight, 0.25))
+    assert not torch.equal(layers[0].weight, before)
+    masters = dict(zip(layers.parameters(), model.optim_parameters(), strict=True))
+    assert torch.equal(masters[layers[2].weight].detach().float(), torch.full(layers[2].weight.shape, 0.25))
+
+
+def clipped(layers: Any, *, most: float) -> None:
+    with torch.no_grad():
+        layers[2].weight.clamp_(-most, most)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_weights_that_are_clipped_after_each_step_train_as_in_plain_pytorch(two: Runtime, is_async: bool) -> None:
+    layers = mlp()
+    plain = copy.deepcopy(layers)
+    model = RoundPipe(layers, runtime=two)
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
+    of_plain = torch.optim.SGD(plain.parameters(), lr=0.1)
+    x, y = batch(6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TrainingWarning)
+        for _ in range(4):
+            loss = call(model)
+            model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=is_async)
+            model.synchronize()
+            clipped(layers, most=0.1)
+            expected = square_error(plain(x), y)
+            expected.backward()
+            of_plain.step()
+            of_plain.zero_grad()
+            clipped(plain, most=0.1)
+            torch.testing.assert_close(loss, expected.detach())
+
+
+def test_clipping_what_an_asynchronous_step_has_not_reached_is_told(two: Runtime) -> None:
+    layers = mlp()
+    model = RoundPipe(layers, runtime=two)
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
+    for _ in range(2):
+        call(model)
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    clipped(layers, most=0.1)
+    with pytest.warns(TrainingWarning, match=LOST):
+        call(model)
+
+
+def test_a_step_function_that_writes_weights_is_told_that_they_are_replaced(two: Runtime) -> None:
+    layers = mlp()
+    other = copy.deepcopy(layers)
+    found: list[torch.Tensor] = []
+    for row, most in ((layers, 0.0), (other, None)):
+        model = RoundPipe(row, runtime=two, name="m")
+        optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
+
+        def update(optimizer: Any = optimizer, row: Any = row, most: float | None = most) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+            if most is not None:
+                clipped(row, most=most)
+
+        call(model)
+        told = (
+            warnings.catch_warnings()
+            if most is None
+            else pytest.warns(TrainingWarning, match="'m' wrote its weights")
+        )
+        with told:
+            model.step(update, is_async=False)
+        found.append(call(model))
+    assert torch.equal(*found)
+
+
+def test_loading_weights_between_asynchronous_steps_is_no_mistake(two: Runtime) -> None:
+    layers = mlp()
+    model = RoundPipe(layers, runtime=two)
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
+    start = copy.deepcopy(layers.state_dict())
+    first = call(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TrainingWarning)
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+        model.load_state_dict(start)
+        assert torch.equal(call(model), first)
