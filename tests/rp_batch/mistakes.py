@@ -185,8 +185,8 @@ MISTAKES = [
     ),
     Mistake(
         "splitting/split.py",
-        "sum(rule.counts[start:stop])",
-        "sum(rule.counts[start : stop - 1])",
+        "slice(start, stop) for start",
+        "slice(start, stop - 1) for start",
         "the entries of a part's last sample stay out",
         f"{SPLIT}::test_numpy_arrays_are_split_by_counts",
     ),

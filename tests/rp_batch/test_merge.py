@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import rp_batch
 import torch
-from rp_batch import Concat, Equal, First, Mean, Parts, Reduce, Replicate, Split, Sum
+from rp_batch import Concat, Equal, First, Join, Mean, MergeError, Parts, Reduce, Replicate, Split, Sum
 from rp_batch.same import same
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -346,6 +346,16 @@ def test_a_function_merges_the_list_of_parts():
 
 
 # --- what is the same -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_lists_are_joined_in_the_order_of_the_parts(kind: type[Any]):
+    parts = [{"boxes": kind([tensor(1), tensor(2)]), "y": zeros(2)}, {"boxes": kind([tensor(3)]), "y": zeros(1)}]
+    merged = rp_batch.merge(parts, {"boxes": Join()})
+    assert merged["boxes"] == kind([1, 2, 3])
+    assert len(merged["y"]) == 3
+    with pytest.raises(MergeError, match=r"\['y'\]: Join\(\) needs a list in each part.* but found Tensor"):
+        rp_batch.merge(parts, {"boxes": Join(), "y": Join})
 
 
 class Unwilling:

@@ -349,6 +349,15 @@ def test_entries_of_samples_go_with_their_samples(data):
         assert torch.equal(own, expected) if expected.numel() else own is None
 
 
+def test_padding_of_a_part_that_has_nothing_else_is_left_out():
+    rule = Ragged((1, 1, 2, 1), used=(False, True, False, False))
+
+    assert rp_batch.split(torch.arange(5), 2, rule)[1] is None
+    assert rp_batch.split(torch.arange(5), 2, rule)[0].tolist() == [0, 1]
+    with pytest.raises(ValueError, match="used must have 2 entries, one a sample, but has 1"):
+        Ragged((1, 1), used=(True,))
+
+
 def test_entries_that_are_not_those_counted_are_refused():
     with pytest.raises(SizeError, match=r"must have the entries that its Ragged counts, 3, .* shape is \(4,\)"):
         rp_batch.split(zeros(4), 2, spec=Ragged((1, 2)))

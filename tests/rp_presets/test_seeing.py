@@ -10,7 +10,7 @@ from families import causal_families
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rp_presets import UnsupportedModel, to_sequential
-from rp_presets.images.belonging import Images
+from rp_presets.images.belonging import BySample, Images
 from rp_presets.images.measures import Alike, Area
 from seeing import NO_IMAGES, NO_ROW, NOT_BUILT, batch_of, seeing_families
 from torch import nn
@@ -117,6 +117,18 @@ def test_images_without_tokens_are_refused():
 
     with pytest.raises(ValueError, match="input_ids must be given beside pixel_values"):
         images.entries({"inputs_embeds": torch.zeros(1, 2, 3), "pixel_values": torch.zeros(1, 3, 8, 8)})
+
+
+def test_an_image_of_a_sample_that_has_no_placeholder_is_refused():
+    images = BySample(("pixel_values",), TOKEN)
+    ids, pixels = torch.tensor([[TOKEN, 1], [1, 1]]), torch.zeros(2, 1, 3, 8, 8)
+
+    assert images.used({"input_ids": ids, "pixel_values": pixels}) == {"pixel_values": (True, False)}
+    assert images.used({"inputs_embeds": ids, "pixel_values": pixels}) == {}
+    with pytest.raises(
+        ValueError, match="sample 1 has an image in pixel_values, but no placeholder of one, token 9"
+    ):
+        images.used({"input_ids": ids, "pixel_values": pixels + 1})
 
 
 class MixesImages(nn.Module):

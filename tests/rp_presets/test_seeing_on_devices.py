@@ -5,6 +5,7 @@ import warnings
 from typing import Any
 
 import pytest
+import rp_batch
 import torch
 from comparison import Outcome, differences, without_cache, without_dropout
 from examples import examples
@@ -23,12 +24,9 @@ SAMPLE = ("LlavaForConditionalGeneration", "Qwen3VLForConditionalGeneration", "M
 ROWS = [name for name in FAMILIES if name not in {*NOT_BUILT, *NO_ROW, *NO_IMAGES}]
 # Deep-stack features of the thinker of an omni model, with a cache.
 GENERATES_TEXT_ONLY = ("Qwen3OmniMoeThinkerForConditionalGeneration",)
-# Images by sample, padded: these raise for a microbatch of samples without any.
-EACH_MICROBATCH_SEES = tuple(
-    f"{name}ForConditionalGeneration" for name in ("GraniteDocling", "Idefics2", "Idefics3", "SmolVLM")
-)
 # Two images, none, one, none, and two: microbatches without images, and more images than samples.
 RAGGED = ((0, 1), (), (2,), (), (1, 0))
+SOME_SEE_NOTHING = ((), (), (0,), (1, 2))
 PLACES = (("cpu:1", 1), ("cpu:2", 2), ("cpu:4", 3))
 
 
@@ -133,16 +131,72 @@ def test_positions_of_time_height_and_width_may_be_given():
     assert differences(trained(model, batch, "cpu:2", 3), expected) == []
 
 
-def test_a_forward_merges_features_of_images_that_some_microbatches_lack():
-    model = without_dropout(FAMILIES["LlavaForConditionalGeneration"].build()).eval()
-    batch = without_cache(model, batch_of(model, RAGGED))
+# Features of all images in one tensor, of a projector that is called for each; in a list with an entry a sample.
+FEATURES = ("Lfm2VlForConditionalGeneration", "SmolVLMForConditionalGeneration")
+
+
+def assert_gives_as_plainly(name: str) -> None:
+    model = without_dropout(FAMILIES[name].build()).eval()
+    with Runtime("cpu:2") as runtime, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = wrap_model_to_roundpipe(copy.deepcopy(model), True, runtime=runtime)
+        # As many images in each microbatch, as if a list had as many entries whatever the batch; four in one.
+        for owned, microbatches in (
+            (RAGGED, 3),
+            (SOME_SEE_NOTHING, 2),
+            (((0,), (2,)), 2),
+            (((0, 1), (2, 0), ()), 2),
+        ):
+            batch = without_cache(model, batch_of(model, owned))
+            config = RoundPipeRunConfig(num_microbatch=microbatches)
+            with torch.no_grad():
+                found, wanted = wrapped(**batch, roundpipe_run_config=config), model(**batch)
+
+            assert set(found) == set(wanted) - {"past_key_values"}
+            for field in found:
+                torch.testing.assert_close(
+                    read(found, field, batch), read(wanted, field, batch), rtol=1e-4, atol=1e-5
+                )
+
+
+def read(output: Any, field: str, batch: dict[str, Any]) -> list[Any]:
+    """The tensors of a field; of logits those of real tokens: for padding, positions may be others."""
+    if field != "logits" or batch["attention_mask"] is None:
+        return rp_batch.flatten(output[field])[0]
+    return [output[field][batch["attention_mask"] > 0]]
+
+
+@pytest.mark.parametrize("name", [name for name in FEATURES if name in FAMILIES])
+def test_a_forward_gives_what_the_model_gives_of_its_images(name):
+    assert_gives_as_plainly(name)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in FEATURES])
+def test_every_other_forward_gives_what_the_model_gives_of_its_images(name):
+    assert_gives_as_plainly(name)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_lists_of_images_are_known_of_a_model_that_is_observed_with_inputs(count):
+    model = without_dropout(FAMILIES["Step3p7ForConditionalGeneration"].build()).eval()
+    batch = batch_of(model, ((0,), (2,), (1,), (0,)))
+    batch = {name: value for name, value in batch.items() if value is not None and name != "labels"}
     wanted = model(**batch)
 
-    with Runtime("cpu:2") as runtime:
-        config = RoundPipeRunConfig(num_microbatch=3)
-        found = wrap_model_to_roundpipe(model, True, runtime=runtime, model_run_config=config)(**batch)
+    with Runtime("cpu:2") as runtime, torch.no_grad():
+        few = {name: value[:count] for name, value in batch.items()}
+        config = RoundPipeRunConfig(num_microbatch=2)
+        wrapped = wrap_model_to_roundpipe(
+            model, True, runtime=runtime, model_run_config=config, example_inputs=few
+        )
+        found = wrapped(**batch)
+        with pytest.raises(
+            rp_batch.MergeError, match="a tuple does not tell which of its lists are image_hidden_states"
+        ):
+            wrapped(**batch, return_dict=False)
 
-    torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found.image_hidden_states, wanted.image_hidden_states, rtol=1e-4, atol=1e-5)
 
 
@@ -162,9 +216,9 @@ def twice(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     return BySamples(to_sequential(copy.deepcopy(model)), batch).chosen(samples.repeat_interleave(2), len(samples))
 
 
-def assert_generates_as_plainly(name: str, devices: str, microbatches: int) -> None:
+def assert_generates_as_plainly(name: str, devices: str, microbatches: int, owned: Any = RAGGED) -> None:
     model = without_dropout(FAMILIES[name].build()).eval()
-    batch = batch_of(model, RAGGED)
+    batch = batch_of(model, owned)
     greedy = tokens(model, batch)
     sampled = tokens(model, twice(model, batch), do_sample=True)
 
@@ -189,10 +243,21 @@ def test_a_model_that_sees_generates_on_devices_as_plainly(name, devices, microb
 @pytest.mark.parametrize(("devices", "microbatches"), PLACES)
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in {*SAMPLE, *GENERATES_TEXT_ONLY}])
 def test_every_other_model_that_sees_generates_on_devices_as_plainly(name, devices, microbatches, monkeypatch):
-    if name in EACH_MICROBATCH_SEES and microbatches == 3:
-        pytest.skip("one of three microbatches has no image")
     monkeypatch.setattr("rp_engine.planning.with_state._SHARE", 0.0)
     assert_generates_as_plainly(name, devices, microbatches)
+
+
+def test_a_microbatch_without_images_trains_and_generates_where_all_samples_have_padding():
+    assert_trains_as_plainly("Idefics3ForConditionalGeneration", "cpu:2", 2, SOME_SEE_NOTHING)
+    assert_generates_as_plainly("Idefics3ForConditionalGeneration", "cpu:2", 2, SOME_SEE_NOTHING)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in GENERATES_TEXT_ONLY])
+def test_microbatches_of_any_model_may_be_without_images(name):
+    assert_trains_as_plainly(name, "cpu:2", 2, SOME_SEE_NOTHING)
+    assert_generates_as_plainly(name, "cpu:2", 2, SOME_SEE_NOTHING)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -8,7 +8,7 @@ from rp_batch.merging.fit import fit
 from rp_batch.merging.merge import merge
 from rp_batch.same import are_same
 from rp_batch.sizes import part_sizes
-from rp_batch.spec import Concat, Equal, First, Mean, Parts, Ragged, Reduce, Replicate, Split, Sum
+from rp_batch.spec import Concat, Equal, First, Join, Mean, Parts, Ragged, Reduce, Replicate, Split, Sum
 from rp_batch.splitting.infer import Inferred, Why, infer
 from rp_batch.splitting.propose import Proposal, Proposals, Way, propose
 from rp_batch.splitting.split import split
@@ -24,6 +24,7 @@ __all__ = [
     "FewerParts",
     "First",
     "Inferred",
+    "Join",
     "Mean",
     "MergeError",
     "Parts",

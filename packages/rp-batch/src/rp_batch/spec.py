@@ -75,14 +75,18 @@ class Ragged:
     >>> rp_batch.split(((patches,), {}), 3, spec=((Ragged((2, 0, 3)),), {}))
     [((tensor([0, 1]),), {}), ((None,), {}), ((tensor([2, 3, 4]),), {})]
 
-    `counts`: how many entries each sample has.
+    `counts`: how many entries each sample has. `used`: whether each sample's entries are more than padding; a part
+    of which no sample's are is None, too. By default all are.
     """
 
     counts: tuple[int, ...]
     dim: int = 0
+    used: tuple[bool, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_dim(self.dim)
+        if self.used is not None and len(self.used) != len(self.counts):
+            raise ValueError(f"used must have {len(self.counts)} entries, one a sample, but has {len(self.used)}")
         is_valid = type(self.counts) is tuple and all(type(one) is int and one >= 0 for one in self.counts)
         if not is_valid or not self.counts:
             raise ValueError(
@@ -129,6 +133,18 @@ class Concat:
     def __repr__(self) -> str:
         """Return the expression that makes it, without defaults but `dim`."""
         return _without_defaults(self)
+
+
+@tree.leaf
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Put the parts' lists or tuples one after another, such as those with an entry for each image or sample.
+
+    >>> import torch, rp_batch
+    >>> boxes = [{"boxes": [torch.ones(2, 4), torch.ones(1, 4)]}, {"boxes": [torch.ones(3, 4)]}]
+    >>> len(rp_batch.merge(boxes, spec={"boxes": Join()})["boxes"])
+    3
+    """
 
 
 @tree.leaf
@@ -239,12 +255,13 @@ class Parts(list[_Item]):
 
 
 SplitRule: TypeAlias = Split | Ragged | Replicate | type[Parts[Any]]
-MergeRule: TypeAlias = Concat | Sum | Mean | First | Equal | Reduce | type[Parts[Any]]
+MergeRule: TypeAlias = Concat | Join | Sum | Mean | First | Equal | Reduce | type[Parts[Any]]
 
-_RULES = (Split, Ragged, Replicate, Concat, Sum, Mean, First, Equal, Reduce)
+_RULES = (Split, Ragged, Replicate, Concat, Join, Sum, Mean, First, Equal, Reduce)
 _FOR_SPLITTING = "Split(dim), Ragged(counts), Replicate(), or None for the default rule"
 _FOR_MERGING = (
-    "Concat(dim), Sum(), Mean(), First(), Equal(), Reduce(function, initial), Parts, or None for the default rule"
+    "Concat(dim), Join(), Sum(), Mean(), First(), Equal(), Reduce(function, initial), Parts, or None for the "
+    "default rule"
 )
 
 
@@ -286,7 +303,7 @@ def _normalized(spec: Any) -> Any:
 def _from_class(spec: type) -> Any:
     if issubclass(spec, Parts):
         return Parts
-    if spec in (Split, Replicate, Concat, Sum, Mean, First, Equal):
+    if spec in (Split, Replicate, Concat, Join, Sum, Mean, First, Equal):
         return spec()
     return Replicate() if spec is _torch_class("_Replicate") else None
 

@@ -62,9 +62,9 @@ class LossCall:
         parts = splitter.split(asked.args, chosen.kwargs, arrivals, config, mode)
         return cls(parts, *chosen.in_parts(parts), arrivals, config, is_own=chosen.is_own)
 
-    def with_outputs(self, losses: Any, outputs: Sequence[Any]) -> tuple[Any, Any]:
-        """Return the losses of the batch and its outputs; these are given by microbatches."""
-        whole = merged(outputs, self.parts, self.config)
+    def with_outputs(self, losses: Any, outputs: Sequence[Any], model: object) -> tuple[Any, Any]:
+        """Return the losses of the batch and its outputs; `model` made these, which are given by microbatches."""
+        whole = merged(outputs, self.parts, self.config, model)
         return losses, with_loss(whole, losses) if self.is_own else whole
 
 

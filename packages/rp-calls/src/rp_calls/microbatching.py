@@ -27,12 +27,16 @@ def declared_spec(model: object, kwargs: Mapping[str, Any]) -> Any:
     """
     whole = getattr(model, "whole_arguments", frozenset[str]()) & kwargs.keys()
     main = [name for name in getattr(model, "main_arguments", ()) if _is_batch(kwargs.get(name))]
-    dims, entries = (_told(model, method, kwargs) for method in ("sample_dimensions", "entries_of_samples"))
+    asked = ("sample_dimensions", "entries_of_samples", "used_by_samples")
+    dims, entries, used = (_told(model, method, kwargs) for method in asked)
     found: dict[str, Any] = {
         **dict.fromkeys(whole, rp_batch.Replicate()),
         **dict.fromkeys(main, rp_batch.Split()),
         **{name: rp_batch.Split(dim) for name, dim in dims.items()},
-        **{name: rp_batch.Ragged(tuple(counts), dims.get(name, 0)) for name, counts in entries.items()},
+        **{
+            name: rp_batch.Ragged(tuple(counts), dims.get(name, 0), used.get(name))
+            for name, counts in entries.items()
+        },
     }
     return (None, found) if found else None
 

@@ -9,6 +9,8 @@ import rp_batch
 import torch
 from rp_engine import RoundPipeRunConfig
 
+from rp_calls.growing import Lists, below, joining, of_some
+
 
 def check_outputs(config: RoundPipeRunConfig) -> None:
     """Check, before any work is launched, that outputs can be put on the requested device."""
@@ -35,25 +37,41 @@ def placed(merged: Any, config: RoundPipeRunConfig) -> Any:
     )
 
 
-def merged(outputs: Sequence[Any], parts: rp_batch.Parts[Any], config: RoundPipeRunConfig) -> Any:
-    """Return the outputs of the batch, given those of its microbatches, or these if they stay apart."""
+def merged(
+    outputs: Sequence[Any], parts: rp_batch.Parts[Any], config: RoundPipeRunConfig, model: object = None
+) -> Any:
+    """Return the outputs of the batch, given those of its microbatches, or these if they stay apart.
+
+    `model`: which made them; see `of_batch`.
+    """
     if config.merge_output is False:
         return outputs
     if config.merge_output is not None:
         return placed(rp_batch.merge(outputs, config.merge_output, sizes=parts.sizes), config)
-    return placed(of_batch(outputs, parts), config)
+    return placed(of_batch(outputs, parts, model), config)
 
 
-def of_batch(outputs: Sequence[Any], parts: rp_batch.Parts[Any]) -> Any:
+def of_batch(outputs: Sequence[Any], parts: rp_batch.Parts[Any], model: object = None) -> Any:
     """Merge outputs by default rules. A field that some lack is that of the others.
 
-    So are features of images, where a microbatch has no image.
+    So are features of images, where a microbatch has no image. `model`: a row of rp_presets tells which lists have
+    an entry for each image or sample.
+
+    Raises rp_batch's `MergeError` for lists of which that is unknown.
     """
+    lists: Lists = getattr(model, "growing_lists", {}) if len(outputs) > 1 else {}
     fields = [set(cast("Mapping[str, Any]", one)) if isinstance(one, Mapping) else set[str]() for one in outputs]
     lacking = set[str]().union(*fields) - fields[0].intersection(*fields)
+    common = [_without(one, lacking) if lacking else one for one in outputs]
+    whole = rp_batch.merge(common, joining(common[0], lists), sizes=parts.sizes)
     if not lacking:
-        return rp_batch.merge(outputs, sizes=parts.sizes)
-    common = [type(one)(**{name: one[name] for name in one if name not in lacking}) for one in outputs]
-    others = {name: rp_batch.merge([one[name] for one in outputs if name in one]) for name in sorted(lacking)}
-    whole = rp_batch.merge(common, sizes=parts.sizes)
+        return whole
+    others = {
+        name: of_some([one.get(name) for one in outputs], parts.sizes, below(lists, name))
+        for name in sorted(lacking)
+    }
     return type(whole)(**whole, **others)
+
+
+def _without(output: Any, names: set[str]) -> Any:
+    return type(output)(**{name: output[name] for name in output if name not in names})

@@ -137,7 +137,7 @@ class WithCaches:
             outputs = [_of_loop(output, self._row.cache_arguments) for output in outputs]
         given = {id(part[1][name]): cache for name, cache in self._caches(kwargs).items() for part in parts}
         whole = [rp_batch.map_leaves(lambda leaf: given.get(id(leaf), leaf), output) for output in outputs]
-        return of_batch(whole, parts)
+        return of_batch(whole, parts, self._row)
 
     def _caches(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return {name: kwargs[name] for name in self._row.cache_arguments if kwargs.get(name) is not None}

@@ -12,6 +12,7 @@ from rp_presets.caches.parts import choose, in_parts, sizes_of, tells_samples
 from rp_presets.errors import ComputesBetween, NotARow, UnsupportedModel
 from rp_presets.images.belonging import BySample, Images, Unseen
 from rp_presets.images.examples import examples, takes_images
+from rp_presets.images.growing import Path, growing_lists, lists_in, num_samples, whole_and_part
 from rp_presets.images.proof import prove_belonging
 from rp_presets.losses import OwnLosses
 from rp_presets.observing.candidates import lists_of_layers, spine_of
@@ -40,7 +41,8 @@ class Row(nn.Sequential):
     of arguments whose first dimension is the batch, even if other arguments have another first dimension.
     `cache_arguments`: names of arguments that hold a key-value cache, which layers write. `cache_in_parts`,
     `cache_sizes`: divide one by samples, and say how one is divided. `cache_tells_samples`: whether that can be
-    done. `choose_in_cache`: lets one hold other samples of those that it has.
+    done. `choose_in_cache`: lets one hold other samples of those that it has. `growing_lists`: paths of lists in
+    the output that have an entry for each "image" or "sample".
     """
 
     cache_arguments = CACHES
@@ -54,10 +56,17 @@ class Row(nn.Sequential):
     # In a batch without padding these have one row, while `cu_seq_lens_q` has one entry per sequence.
     main_arguments = ("input_ids", "inputs_embeds")
 
-    def __init__(self, layers: Sequence[nn.Module], own_loss: OwnLosses, images: Belonging) -> None:
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        own_loss: OwnLosses,
+        images: Belonging,
+        growing: Mapping[Path, str] | None = None,
+    ) -> None:
         super().__init__(*layers)
         self.own_loss = own_loss
         self._images = images
+        self.growing_lists = dict(growing or {})
         # Set the flag of the wrappers only: the model's modules inside may have different flags.
         for module in (self, *layers):
             module.training = layers[0].training
@@ -78,6 +87,13 @@ class Row(nn.Sequential):
         Raises `ValueError` if images and their placeholders disagree; `UnsupportedModel` if the row takes none.
         """
         return self._images.entries(arguments)
+
+    def used_by_samples(self, arguments: Mapping[str, Any]) -> Mapping[str, tuple[bool, ...]]:
+        """Return whether each sample has images, by name of the arguments that hold padding for one without any.
+
+        Raises `ValueError` for a sample with an image that has no placeholder.
+        """
+        return self._images.used(arguments) if isinstance(self._images, BySample) else {}
 
     def sample_dimensions(self, arguments: Mapping[str, Any]) -> Mapping[str, int]:
         """Return which dimension is the batch, by name of the arguments of a call in which it is not the first."""
@@ -144,10 +160,13 @@ def to_sequential(model: nn.Module, *, example_inputs: Mapping[str, Any] | None 
         inputs = dict(example_inputs or inputs_for(model))
         layout, seen = _layout(model, lists, [inputs], hooks)
         images: Belonging = BySample(())
+        growing: dict[Path, str] = {}
         if not example_inputs and takes_images(model):
-            layout, seen, images = _with_images(model, lists, layout, seen, inputs, hooks)
+            layout, seen, images, growing = _with_images(model, lists, layout, seen, inputs, hooks)
+        elif example_inputs and takes_images(model):
+            growing = _growing(model, layout, *whole_and_part(inputs), hooks)
     hooks.is_converted = True
-    return Row(_row(model, layout), own_losses(model, layout, seen, inputs), images)
+    return Row(_row(model, layout), own_losses(model, layout, seen, inputs), images, growing)
 
 
 def _with_images(
@@ -157,7 +176,7 @@ def _with_images(
     seen: list[Seen],
     inputs: dict[str, Any],
     hooks: Hooks,
-) -> tuple[RowLayout, list[Seen], Belonging]:
+) -> tuple[RowLayout, list[Seen], Belonging, dict[Path, str]]:
     """Observe the model with images, too. Its towers count as code before the layers, since samples may have none.
 
     What was observed without images stays if it is no row with them.
@@ -169,13 +188,29 @@ def _with_images(
             try:
                 both, seen_both = _layout(model, own, [inputs, example.arguments], hooks)
                 prove_belonging(model, both, example)
+                growing = _growing(model, both, example.arguments, example.of_sample(0), hooks)
             except Exception as error:  # the model's own code raises anything
                 reasons.append(str(error))
             else:
-                return both, seen_both, example.images
+                return both, seen_both, example.images, growing
     except Exception as error:  # the model's own code raises anything
         reasons.append(str(error))
-    return layout, seen, Unseen("; ".join(dict.fromkeys(reasons)))
+    return layout, seen, Unseen("; ".join(dict.fromkeys(reasons))), {}
+
+
+def _growing(
+    model: nn.Module, layout: RowLayout, whole: dict[str, Any], part: dict[str, Any], hooks: Hooks
+) -> dict[Path, str]:
+    """Find the lists in the output that have an entry for each image or sample. `part`: fewer of these samples."""
+    cuts = {path: [start for start, _ in places if start] for path, places in layout.starts().items()}
+    output = _run(model, cuts, whole, hooks)[1]
+    if not (found := dict.fromkeys(lists_in(output), "unknown")):
+        return {}
+    try:
+        fewer = _run(model, cuts, part, hooks)[1]
+    except Exception:  # the model's own code raises anything
+        return found
+    return growing_lists(output, fewer, (num_samples(whole), num_samples(part)))
 
 
 def _layout(
@@ -213,9 +248,7 @@ def _observed(
     model: nn.Module, chosen: Mapping[str, Sequence[int]], calls: Sequence[dict[str, Any]], hooks: Hooks
 ) -> tuple[RowLayout, list[Seen]]:
     cache = _takes_cache(model, spine_of(chosen))
-    traces = [Trace(model, chosen, spine_of(chosen), hooks) for _ in calls]
-    for trace, inputs in zip(traces, calls, strict=True):
-        trace.run((), {**inputs, **({"use_cache": False} if cache else {})})
+    traces = [_run(model, chosen, inputs, hooks)[0] for inputs in calls]
     layouts = [trace.layout(cache_argument=cache) for trace in traces]
     if not layouts[0].segments:
         raise UnsupportedModel(f"{type(model).__name__} called none of its lists of layers: {', '.join(chosen)}")
@@ -223,6 +256,15 @@ def _observed(
     for trace, inputs in zip(traces, calls, strict=True):
         layout = proven(model, layout, trace.seen(), inputs)
     return layout, traces[0].seen()
+
+
+def _run(
+    model: nn.Module, chosen: Mapping[str, Sequence[int]], inputs: dict[str, Any], hooks: Hooks
+) -> tuple[Trace, Any]:
+    """Observe one call; return its trace and output."""
+    trace = Trace(model, chosen, spine_of(chosen), hooks)
+    cache = _takes_cache(model, spine_of(chosen))
+    return trace, trace.run((), {**inputs, **({"use_cache": False} if cache else {})})
 
 
 def _takes_cache(model: nn.Module, spine: frozenset[str]) -> bool:

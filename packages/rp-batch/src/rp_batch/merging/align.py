@@ -46,7 +46,8 @@ def _different_structure(first: Any, part: Any, where: str, index: int) -> Merge
     return MergeError(
         where,
         f"the parts must have one structure, but part 0 has {_kind(first)} and part {index} has {_kind(part)}; "
-        "return the same structure for every microbatch, or keep the parts as a list with Parts (merge_output)",
+        "return the same structure for every microbatch, put lists that have an entry for each sample one after "
+        "another with Join (merge_output), or keep the parts as a list with Parts",
     )
 
 

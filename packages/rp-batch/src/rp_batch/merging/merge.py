@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from rp_batch import spec as specs
@@ -14,7 +15,7 @@ from rp_batch.merging.align import aligned, matched
 from rp_batch.merging.combine import Misfit, combine, default_rule, suits
 from rp_batch.place import spec_for_each
 from rp_batch.sizes import read_sizes
-from rp_batch.spec import MergeRule, Parts
+from rp_batch.spec import Join, MergeRule, Parts
 
 __all__ = ["merge"]
 
@@ -77,6 +78,8 @@ class _Merge:
         rule = specs.merge_rule(spec)
         if rule is Parts:
             return Parts(parts, sizes=self.sizes)
+        if isinstance(rule, Join):
+            return _joined(parts, where)
         if rule is not None or spec is None:
             return self._whole(rule, parts, where)
         return self._node(spec, parts, where)
@@ -124,6 +127,14 @@ class _Merge:
         except Exception as error:
             error.add_note(f"while {tree.paths_of(treedef, where)[index]} was merged by {rule}")
             raise
+
+
+def _joined(parts: list[Any], where: str) -> Any:
+    kinds = {type(part).__name__ for part in parts}
+    if kinds not in ({"list"}, {"tuple"}):
+        found = ", ".join(sorted(kinds))
+        raise MergeError(where, f"Join() needs a list in each part, or a tuple in each, but found {found}")
+    return type(parts[0])(chain.from_iterable(parts))
 
 
 def _rules(rule: MergeRule | None, leaves: list[Any], *, alone: bool) -> list[MergeRule]:

@@ -196,9 +196,11 @@ def _cut(subject: Subject, rules: list[SplitRule], sizes: tuple[int, ...]) -> li
 def _cut_leaf(subject: Subject, index: int, rule: Split | Ragged, sizes: tuple[int, ...]) -> Sequence[Any]:
     if isinstance(rule, Ragged):
         bounds = accumulate(sizes, initial=0)
-        lengths = [sum(rule.counts[start:stop]) for start, stop in pairwise(bounds)]
+        places = [slice(start, stop) for start, stop in pairwise(bounds)]
+        lengths = [sum(rule.counts[place]) for place in places]
         found = _views(subject, index, rule.dim, lengths)
-        return [part if length else None for part, length in zip(found, lengths, strict=True)]
+        used = rule.counts if rule.used is None else rule.used
+        return [part if any(used[place]) else None for part, place in zip(found, places, strict=True)]
     if rule.inner and rule.factor > 1:
         return _interleaved(subject.leaves[index], rule, sizes)
     return _views(subject, index, rule.dim, [size * rule.factor for size in sizes])

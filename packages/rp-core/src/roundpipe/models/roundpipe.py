@@ -207,7 +207,7 @@ class RoundPipe(RoundPipeBase):
         if chosen is None:
             return outputs
         loss = placed(chosen.loss_of(parts, outputs), config)
-        return with_loss(merged(outputs, parts, config), loss)
+        return with_loss(merged(outputs, parts, config, self.model), loss)
 
     @property
     def _cache_arguments(self) -> tuple[str, ...]:
@@ -307,7 +307,7 @@ class RoundPipe(RoundPipeBase):
         losses, outputs = self._engine.forward_backward(
             call.parts, call.labels, call.arrivals, call.loss_fn, config, keep=return_outputs, step=step
         )
-        return call.with_outputs(losses, outputs) if return_outputs else losses
+        return call.with_outputs(losses, outputs, self.model) if return_outputs else losses
 
     @untraced
     def loss(
@@ -358,7 +358,7 @@ class RoundPipe(RoundPipeBase):
         losses, outputs = self._engine.loss(
             call.parts, call.labels, call.arrivals, call.loss_fn, config, keep=return_outputs
         )
-        return call.with_outputs(losses, outputs) if return_outputs else losses
+        return call.with_outputs(losses, outputs, self.model) if return_outputs else losses
 
     def _checked(self, asked: LossArguments) -> LossArguments:
         check_call(self, self.name, input_args=asked.args, input_kwargs=asked.kwargs, label=asked.label)

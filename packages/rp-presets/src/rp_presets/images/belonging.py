@@ -83,9 +83,19 @@ class Images:
 
 @dataclass(frozen=True, slots=True)
 class BySample:
-    """Arguments that hold the images of each sample in one entry, padded. `names`: these arguments."""
+    """Arguments that hold the images of each sample in one entry, padded with zeros.
+
+    `names`: these arguments. `token`: the placeholder of a feature of an image in `input_ids`; None: unknown.
+
+    >>> import torch
+    >>> images = BySample(("pixel_values",), 9)
+    >>> ids, pixels = torch.tensor([[1, 9], [1, 2]]), torch.zeros(2, 1, 3, 8, 8)
+    >>> images.used({"input_ids": ids, "pixel_values": pixels})
+    {'pixel_values': (True, False)}
+    """
 
     names: tuple[str, ...]
+    token: int | None = None
     dims: ClassVar[Mapping[str, int]] = {}
 
     def entries(self, arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -94,6 +104,24 @@ class BySample:
         if self.names:
             _refuse_others(arguments, self.names)
         return {name: (1,) * len(value) for name, value in given.items()}
+
+    def used(self, arguments: Mapping[str, Any]) -> dict[str, tuple[bool, ...]]:
+        """Return whether each sample has images, by argument. Models raise where none of a batch has.
+
+        Raises `ValueError` for a sample with an image that has no placeholder.
+        """
+        given, ids = _given(arguments, self.names), arguments.get("input_ids")
+        if not given or self.token is None or not isinstance(ids, Tensor):
+            return {}
+        found = cast("list[bool]", (ids == self.token).any(-1).tolist())  # pyright: ignore[reportUnknownMemberType]
+        for name, value in given.items():
+            for sample, one in enumerate(value if value.is_floating_point() else ()):
+                if not found[sample] and bool(one.any()):
+                    raise ValueError(
+                        f"sample {sample} has an image in {name}, but no placeholder of one, token {self.token}, "
+                        "in input_ids; give it one, or zeros in place of the image"
+                    )
+        return dict.fromkeys(given, tuple(found))
 
 
 @dataclass(frozen=True, slots=True)

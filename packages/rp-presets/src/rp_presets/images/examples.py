@@ -84,7 +84,7 @@ def _with_tokens(
     token = _placeholder(cast(Any, model).config)
     if given["pixel_values"].ndim == 5 and "image_sizes" not in given:
         each = total // len(OWNERS)
-        yield _example(model, given, token, [each] * len(OWNERS), BySample(tuple(given)))
+        yield _example(model, given, token, [each] * len(OWNERS), BySample(tuple(given), token))
         return
     rows = [name for name, value in given.items() if not value.is_floating_point()]
     grid, dims = _grid(given, rows)

@@ -34,7 +34,9 @@ def proven(model: nn.Module, layout: RowLayout, seen: Sequence[Seen], inputs: Ma
 def _proven(model: nn.Module, layout: RowLayout, seen: Sequence[Seen], inputs: Mapping[str, Any]) -> RowLayout:
     floats = {(-1, name, 0) for name, value in inputs.items() if isinstance(value, Tensor)}
     for stage in range(1, len(layout.segments) + 1):
-        everything = replace(layout, needed=layout.needed | floats | _origins(model, layout, seen, inputs, stage))
+        origins = _origins(model, layout, seen, inputs, stage)
+        observed = layout.observed | origins
+        everything = replace(layout, needed=layout.needed | floats | origins, observed=observed)
         reference = _outcome(model, everything, seen, inputs, stage)
         for origin in sorted(everything.needed - layout.needed):
             fewer = replace(everything, needed=everything.needed - {origin})

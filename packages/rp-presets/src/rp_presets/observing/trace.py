@@ -80,13 +80,14 @@ class Trace:
         )
         self._spine = spine
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Run the model's forward."""
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the model's forward; return its output, of layers that nearly all have not run."""
         # With gradients, to notice where the model turns them off.
         with in_session(self), torch.enable_grad():
-            self._skeleton(*args, **kwargs)
+            output = self._skeleton(*args, **kwargs)
         self._assign_used(len(self._order))
         self._check_others()
+        return output
 
     def layout(self, *, cache_argument: bool) -> RowLayout:
         """Return the observed layout."""

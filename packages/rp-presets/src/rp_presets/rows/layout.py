@@ -53,6 +53,7 @@ class RowLayout:
     modules that contain them. `parts`: for the code before each segment and after the last one, the names of the
     modules that it calls.
     `needed`: the origins of results and arguments that must be passed on because later code reads them.
+    `observed`: the origins of all results.
     `cache_argument`: whether forward takes `use_cache`. `written`: names of attributes that layers set when they
     run, which code around them cannot read. `hooks`: transformers' hooks on the model.
     """
@@ -64,10 +65,19 @@ class RowLayout:
     cache_argument: bool
     written: frozenset[str]
     hooks: Hooks
+    observed: frozenset[Origin] = frozenset()
 
     def __deepcopy__(self, memo: object) -> RowLayout:
         del memo
         return self
+
+    def needs(self, origin: Origin) -> bool:
+        """Return whether an origin must be passed on.
+
+        So is a call of a part that has run more often than observed, as a projector of each image, if others are.
+        """
+        is_more = origin not in self.observed and bool(origin[1])
+        return origin in self.needed or (is_more and any(one[:2] == origin[:2] for one in self.needed))
 
     def starts(self) -> Starts:
         """Return where the segments of each list begin, by the name of the list."""
@@ -92,6 +102,7 @@ def together(layouts: Sequence[RowLayout]) -> RowLayout:
         first,
         parts=tuple(frozenset[str]().union(*parts) for parts in zip(*(one.parts for one in layouts), strict=True)),
         needed=frozenset[Origin]().union(*(one.needed for one in layouts)),
+        observed=frozenset[Origin]().union(*(one.observed for one in layouts)),
         written=frozenset[str]().union(*(one.written for one in layouts)),
     )
 

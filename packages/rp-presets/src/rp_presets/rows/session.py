@@ -270,7 +270,7 @@ class Run:
         return collected
 
     def _is_needed(self, origin: Origin) -> bool:
-        return self._keeps_all or origin in self._layout.needed
+        return self._keeps_all or self._layout.needs(origin)
 
     def _first(self, stub: Stub) -> Origin:
         return stub.segment, "", -1
