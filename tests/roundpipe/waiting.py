@@ -1199,11 +1199,6 @@ SCENARIOS: list[Callable[[], None]] = [
     steps_in_place_come_after_those_who_read,
     layers_pass_the_memory_of_gradients_on,
     syncing_waits_for_steps,
-    lambda: memory_that_runs_out(STAGED),
-    lambda: memory_that_runs_out(Plan(fused=range(0, 5))),
-    lambda: memory_that_runs_out(
-        Plan([range(2)], range(2, 3), [range(2)]), norm_in_the_middle, range(112, 202, 5)
-    ),
     what_is_saved_has_the_buffers_of_the_calls_before,
     state_dicts_have_the_buffers_of_the_calls_before,
     lambda: machines_wait_for_each_other(double_buffer=False, is_async=False),
@@ -1214,6 +1209,12 @@ SCENARIOS: list[Callable[[], None]] = [
     what_is_sent_again_comes_after_what_was_sent,
     what_users_write_comes_after_other_machines_results,
     what_is_saved_has_other_machines_results,
+    # Last, since they take longer than all others.
+    lambda: memory_that_runs_out(STAGED),
+    lambda: memory_that_runs_out(Plan(fused=range(0, 5))),
+    lambda: memory_that_runs_out(
+        Plan([range(2)], range(2, 3), [range(2)]), norm_in_the_middle, range(112, 202, 5)
+    ),
 ]
 
 

@@ -68,3 +68,10 @@ def test_files_that_contributors_are_sent_to_exist() -> None:
     known = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("*/**/*.*")} | {"pyproject.toml"}
     missing = [name for name in names if not any(path == name or path.endswith(f"/{name}") for path in known)]
     assert missing == []
+
+
+def test_every_file_of_mutations_is_named_where_they_run() -> None:
+    files = [str(file.relative_to(ROOT)) for file in ROOT.glob("tests/**/test_*.py")]
+    marked = [file for file in files if re.search(r"^@pytest.mark.mutation", (ROOT / file).read_text(), re.MULTILINE)]
+
+    assert sorted(marked) == sorted(re.findall(r"tests/\S+", STEPS["mutation"]))
