@@ -192,10 +192,6 @@ def test_lists_of_images_are_known_of_a_model_that_is_observed_with_inputs(count
             model, True, runtime=runtime, model_run_config=config, example_inputs=few
         )
         found = wrapped(**batch)
-        with pytest.raises(
-            rp_batch.MergeError, match="a tuple does not tell which of its lists are image_hidden_states"
-        ):
-            wrapped(**batch, return_dict=False)
 
     torch.testing.assert_close(found.image_hidden_states, wanted.image_hidden_states, rtol=1e-4, atol=1e-5)
 
