@@ -22,8 +22,6 @@ FAMILIES = seeing_families()
 # Images alike; patches of all images in one tensor, with deep-stack features; images of several sizes.
 SAMPLE = ("LlavaForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Mistral3ForConditionalGeneration")
 ROWS = [name for name in FAMILIES if name not in {*NOT_BUILT, *NO_ROW, *NO_IMAGES}]
-# Deep-stack features of the thinker of an omni model, with a cache.
-GENERATES_TEXT_ONLY = ("Qwen3OmniMoeThinkerForConditionalGeneration",)
 # Two images, none, one, none, and two: microbatches without images, and more images than samples.
 RAGGED = ((0, 1), (), (2,), (), (1, 0))
 SOME_SEE_NOTHING = ((), (), (0,), (1, 2))
@@ -237,7 +235,7 @@ def test_a_model_that_sees_generates_on_devices_as_plainly(name, devices, microb
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("devices", "microbatches"), PLACES)
-@pytest.mark.parametrize("name", [name for name in ROWS if name not in {*SAMPLE, *GENERATES_TEXT_ONLY}])
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in SAMPLE])
 def test_every_other_model_that_sees_generates_on_devices_as_plainly(name, devices, microbatches, monkeypatch):
     monkeypatch.setattr("rp_engine.planning.with_state._SHARE", 0.0)
     assert_generates_as_plainly(name, devices, microbatches)
@@ -248,9 +246,13 @@ def test_a_microbatch_without_images_trains_and_generates_where_all_samples_have
     assert_generates_as_plainly("Idefics3ForConditionalGeneration", "cpu:2", 2, SOME_SEE_NOTHING)
 
 
+def test_positions_that_are_fractions_reach_the_code_between_layers():
+    assert_generates_as_plainly("Qwen3OmniMoeThinkerForConditionalGeneration", "cpu:2", 2)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [name for name in ROWS if name not in GENERATES_TEXT_ONLY])
+@pytest.mark.parametrize("name", ROWS)
 def test_microbatches_of_any_model_may_be_without_images(name):
     assert_trains_as_plainly(name, "cpu:2", 2, SOME_SEE_NOTHING)
     assert_generates_as_plainly(name, "cpu:2", 2, SOME_SEE_NOTHING)

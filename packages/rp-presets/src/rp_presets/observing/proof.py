@@ -35,7 +35,7 @@ def _proven(model: nn.Module, layout: RowLayout, seen: Sequence[Seen], inputs: M
     floats = {(-1, name, 0) for name, value in inputs.items() if isinstance(value, Tensor)}
     for stage in range(1, len(layout.segments) + 1):
         origins = _origins(model, layout, seen, inputs, stage)
-        observed = layout.observed | origins
+        observed = layout.observed | origins | floats
         everything = replace(layout, needed=layout.needed | floats | origins, observed=observed)
         reference = _outcome(model, everything, seen, inputs, stage)
         for origin in sorted(everything.needed - layout.needed):

@@ -14,6 +14,8 @@ from rp_presets.rows.absent import Spec
 from rp_presets.rows.layout import RowLayout
 from rp_presets.rows.trees import mapped
 
+# Of tokens, in their place; and of images, as towers give them.
+_FEATURES = ("inputs_embeds", "encoder_outputs", "mm_encoder_outputs")
 CACHES = ("past_key_values", "cache_params")
 
 
@@ -75,13 +77,16 @@ def asks_for_more(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def travelling(model: nn.Module, layout: RowLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return ``(args, kwargs)`` for the code after the layers.
 
-    Large tensors such as embeddings and images, if only read before the layers, are replaced by their shapes. A
-    cache travels with a snapshot from now, before the layers write it.
+    Large tensors such as embeddings and images, if only read before the layers, are replaced by their shapes.
+    Those that the model was not observed with travel, such as positions that are fractions: later code may read
+    them. A cache travels with a snapshot from now, before the layers write it.
     """
     is_all = asks_for_more(model, args, kwargs)
 
     def kept(name: str, value: Any) -> Any:
-        is_read = is_all or "label" in name or (-1, name, 0) in layout.needed
+        origin = (-1, name, 0)
+        is_known = origin in layout.observed or name in _FEATURES
+        is_read = is_all or "label" in name or origin in layout.needed or not is_known
         return value if is_read else mapped(_shape_if_large, value)
 
     names = [*names_of(model), *("" for _ in args)]
