@@ -21,7 +21,7 @@ from fuzzing.verdict import judge
 
 pytestmark = pytest.mark.usefixtures("small_departures")
 
-FEW, SOME, MANY = 16, 100, 2000
+FEW, SOME, MANY = 16, 50, 2000
 # A row of two linear layers, trained once.
 SMALL = Program(seed=1, family="plain", segments=("linear",), loop=(Op("fb", 4), Op("step"), Op("sync")))
 
@@ -47,7 +47,7 @@ def test_programs_give_the_numbers_of_plain_pytorch_or_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_hundred_programs_give_the_numbers_of_plain_pytorch_or_are_refused() -> None:
+def test_fifty_programs_give_the_numbers_of_plain_pytorch_or_are_refused() -> None:
     assert_right(judge_all(range(10_000, 10_000 + SOME), processes=2))
 
 

@@ -155,7 +155,6 @@ def scaled(scaler: GradScaler | None) -> Callable[[torch.Tensor, torch.Tensor], 
 
 
 @pytest.mark.slow
-@pytest.mark.pairwise
 @pytest.mark.parametrize("plan", ["all fused", "other stages back"])
 @pytest.mark.parametrize("name", WAYS)
 def test_a_way_of_training_has_the_bits_of_runs_by_python(
