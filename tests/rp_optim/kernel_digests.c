@@ -473,7 +473,7 @@ static void *find(void *library, const char *name) {
 }
 
 /* Every combination once, and again until there are this many cases. */
-#define AT_LEAST 500
+#define AT_LEAST 200
 
 static void run_all(const kernel *which, void *library, int variant) {
     kernel_function *function;

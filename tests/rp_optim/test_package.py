@@ -41,7 +41,8 @@ def test_the_readmes_example_runs() -> None:
         exec(compile(block, "README.md", "exec"), {})
 
 
-@pytest.mark.slow
+# scripts/try-wheels, which .ci/run starts, uses the library of a wheel.
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("uv") is None, reason="wheels are built with uv")
 def test_the_wheel_has_the_library(tmp_path: Path) -> None:
     command = ["uv", "build", "--wheel", "--out-dir", str(tmp_path), str(PACKAGE)]
