@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -141,3 +142,39 @@ def test_loading_weights_between_asynchronous_steps_is_no_mistake(two: Runtime) 
         model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
         model.load_state_dict(start)
         assert torch.equal(call(model), first)
+
+
+def past_counters(layers: Any) -> None:
+    layers[2].weight.data.clamp_(-0.1, 0.1)
+
+
+def one_number(layers: Any) -> None:
+    layers[0].bias.data[0] = 1.5
+
+
+@pytest.mark.parametrize("write", [past_counters, one_number])
+@pytest.mark.parametrize("options", [{}, {"double_buffer": False}], ids=["two blocks", "one block"])
+def test_writes_past_version_counters_count_and_are_told_once(
+    two: Runtime, options: dict[str, Any], write: Callable[[Any], None]
+) -> None:
+    layers = mlp()
+    plain = copy.deepcopy(layers)
+    model = RoundPipe(layers, runtime=two, **options)
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
+    of_plain = torch.optim.SGD(plain.parameters(), lr=0.1)
+    x, y = batch(6)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            loss = call(model)
+            model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+            write(layers)
+            expected = square_error(plain(x), y)
+            expected.backward()
+            of_plain.step()
+            of_plain.zero_grad()
+            write(plain)
+            torch.testing.assert_close(loss, expected.detach())
+    words = [str(one.message) for one in told if issubclass(one.category, TrainingWarning)]
+    assert len(words) == 1
+    assert "past torch's version counters" in words[0]

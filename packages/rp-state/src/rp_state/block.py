@@ -14,6 +14,7 @@ from rp_state.codes.published import PublishedCodes
 from rp_state.frozen.source import DiskPart
 from rp_state.gradient import Gradient
 from rp_state.master import is_split
+from rp_state.modules.sample import Sample
 from rp_state.shards import Segment
 
 # Of version counters with what they were when the engine looked, which the optimizer's thread compares, too.
@@ -33,7 +34,8 @@ class Block:
 
     `back`: a second block or None. A step writes its result there while devices read `memory`; publication swaps
     the two. `complete`: the parameters whose result is in `back`, as index and master's version at that time.
-    What code outside has written stays, whatever a step that is under way has computed, until `settle`.
+    `is_written_unseen`: whether code outside was found to write some of these weights past their version counters.
+    What it has written stays, whatever a step that is under way has computed, until `settle`.
     `codes`: FP8 codes of some of the weights, which may travel in their place; None: it has none.
     `segments`: which machine owns which part. `additions`: how often the last microbatch of any task added to each
     gradient; 0 if there was none. `leaves_early`: whether its gradients may leave before a task's end.
@@ -74,7 +76,10 @@ class Block:
         # The engine writes through `.data`, which leaves the parameters' version counters to detect other writers.
         self.values = [tensor.data for tensor in self.tensors]
         self.seen = [tensor._version for tensor in self.tensors]
+        self.is_written_unseen = False
         self._written: set[int] = set()
+        self._sample = Sample(self.layout) if group.kind == "trainable" and memory is not None else None
+        self._take_sample()
         self.is_staged = not all(map(backend.is_pinned, self.host_tensors()))
 
     @property
@@ -224,8 +229,10 @@ class Block:
         """Swap in the second block, if there is one; the caller holds the write turn."""
         if self.codes is not None:
             self.codes.publish(self.values if self.back is None else self.back_values)
-        if self.back is not None:
-            self._change_places()
+        with _VERSIONS:
+            if self.back is not None:
+                self._change_places()
+            self._take_sample()
 
     def gathered(self) -> list[tuple[int, torch.Tensor]]:
         """Return the memory that `write` writes, in pieces (numel,), each with the rank of its owner."""
@@ -244,16 +251,13 @@ class Block:
         self.complete = {}
         self.memory, self.back = self.back, self.memory
         self.values, self.back_values = self.back_values, self.values
-        with _VERSIONS:
-            kept = self._now_written()
-            for index, (tensor, old, new) in enumerate(
-                zip(self.tensors, self.back_values, self.values, strict=True)
-            ):
-                # A parameter that was moved to other memory, as by ``to(dtype)``, keeps that.
-                if tensor.data_ptr() == old.data_ptr():
-                    if index in kept:
-                        new.copy_(old)
-                    tensor.data = new
+        kept = self._now_written()
+        for index, (tensor, old, new) in enumerate(zip(self.tensors, self.back_values, self.values, strict=True)):
+            # A parameter that was moved to other memory, as by ``to(dtype)``, keeps that.
+            if tensor.data_ptr() == old.data_ptr():
+                if index in kept:
+                    new.copy_(old)
+                tensor.data = new
         self.note_changed(kept)
 
     def note_written(self, chosen: set[int] | None = None) -> None:
@@ -264,10 +268,18 @@ class Block:
                     torch.autograd.graph.increment_version(tensor)
                     self.seen[index] += 1
 
-    def changed_outside(self) -> list[int]:
-        """Return the indices of the tensors that code outside the engine has written since the last such call."""
+    def changed_outside(self, *, samples: bool = False) -> list[int]:
+        """Return the indices of the tensors that code outside the engine has written since the last such call.
+
+        `samples`: also look for writes that version counters do not show, by a few numbers of each tensor. Without
+        a second block, no step may be running then.
+        """
         with _VERSIONS:
             changed = self._newly_written()
+            if samples and self._sample is not None and self.memory is not None:
+                found = {*self._sample.changed(self.memory)} - self._written
+                self.is_written_unseen |= not found <= {*changed}
+                changed = sorted({*changed, *found})
             for index in changed:
                 self.seen[index] = self.tensors[index]._version
             self._written.update(changed)
@@ -282,7 +294,13 @@ class Block:
     def settle(self) -> None:
         """Whatever code outside the engine has written so far, results may take its place from now on."""
         self.changed_outside()
-        self._written.clear()
+        with _VERSIONS:
+            self._written.clear()
+            self._take_sample()
+
+    def _take_sample(self) -> None:
+        if self._sample is not None and self.memory is not None:
+            self._sample.take(self.memory)
 
     def _now_written(self) -> set[int]:
         return self._written | set(self._newly_written())

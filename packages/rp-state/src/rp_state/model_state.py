@@ -137,6 +137,7 @@ class ModelState:
         # Whether a step has used gradients that the step before it had used, and whether that was told.
         self.reuses_gradients = False
         self.is_reuse_told = False
+        self.is_unseen_told = False
         self.is_part = False
         self.is_inside = False
         self.build(foresee)
@@ -206,9 +207,20 @@ class ModelState:
             if block.kind != "trainable" and any(tensor.requires_grad for tensor in block.tensors)
         }
 
-    def written_outside(self) -> list[torch.Tensor]:
-        """Return the trainable parameters that code outside the engine has written since the last such call."""
-        return [block.tensors[index] for block in self.trainable for index in block.changed_outside()]
+    def written_outside(self, *, samples: bool = False) -> list[torch.Tensor]:
+        """Return the trainable parameters that code outside the engine has written since the last such call.
+
+        `samples`: see `Block.changed_outside`.
+        """
+        return [block.tensors[i] for block in self.trainable for i in block.changed_outside(samples=samples)]
+
+    def is_written_unseen(self) -> bool:
+        """Return whether code outside the engine was found to write weights past their version counters."""
+        return any(block.is_written_unseen for block in self.trainable)
+
+    def has_backs(self) -> bool:
+        """Return whether all trained weights have second blocks."""
+        return all(block.back is not None for block in self.trainable)
 
     def settle_written(self) -> list[torch.Tensor]:
         """Let results take the place of what code outside the engine has written; return such parameters."""
@@ -392,7 +404,7 @@ class ModelState:
 
     def has_results_apart(self) -> bool:
         """Return whether masters may be newer than weights; halves without second blocks share their memory."""
-        return not self.trains_halves() or all(block.back is not None for block in self.trainable)
+        return not self.trains_halves() or self.has_backs()
 
     def set_master(self, parameter: torch.Tensor) -> None:
         """Set a parameter's master, if it has one, to its weight."""

@@ -287,7 +287,7 @@ class HostParameters:
         if training:
             self.state.health.refuse_half_made()
         self.gradients.collect()
-        self.refresh(regroups=regroups)
+        self.refresh(regroups=regroups, samples=training)
         self.state.note_flags()
         if self.state.note_attributes() and self._observer is not None:
             self._observer.note_altered()
@@ -362,21 +362,24 @@ class HostParameters:
         """Keep the blocks that this forward's backward trains, for as long as it may come."""
         self._forwards.add(forward)
 
-    def refresh(self, *, regroups: bool = True) -> None:
+    def refresh(self, *, regroups: bool = True, samples: bool = False) -> None:
         """Take over changes of modules and weights made outside the engine.
+
+        `samples`: also writes that version counters do not show, as far as a few numbers of each weight do.
 
         `regroups`: also move parameters that were frozen or unfrozen to blocks of their kind. A call that trains
         needs that. One without gradients does not, and a backward uses its forward's flags: so code that freezes
         adapters for a reference pass moves nothing.
         """
-        written = self.state.written_outside()
+        # Without second blocks a step that is under way writes where calls read.
+        samples = samples and (self._step_queue.is_idle() or self.state.has_backs())
+        written = self.state.written_outside(samples=samples)
         changed = self._has_changed()
         if changed:
             self.drain()
             written += self.state.moved_outside()
         if written:
-            if self.state.unpublished:
-                tell_written(self.name, self.state, written)
+            tell_written(self.name, self.state, written)
             self._step_queue.wait()
             self.set_masters(written)
             self.state.settle_written()

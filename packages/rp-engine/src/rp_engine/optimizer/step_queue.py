@@ -100,6 +100,10 @@ class StepQueue:
             unreported.tell()
         return [error for outcome, _ in over if (error := outcome.exception()) is not None]
 
+    def is_idle(self) -> bool:
+        """Return whether all queued jobs have ended."""
+        return all(outcome.done() for outcome, _ in self._pending)
+
     def wait(self) -> None:
         """Block until all queued jobs have ended; then `errors` returns what they raised."""
         for outcome, _ in self._pending:

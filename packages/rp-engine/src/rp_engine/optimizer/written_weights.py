@@ -12,14 +12,23 @@ from rp_engine.errors import TrainingWarning
 
 
 def tell_written(name: str, state: ModelState, written: Sequence[torch.Tensor]) -> None:
-    """Warn that weights which code outside has written lose the result of a step that calls do not read yet."""
-    warn_user(
-        f"weights of model {name!r} ({_named(state, written)}) were written while the result of its last, "
-        "asynchronous step was not in them yet: they keep what was written, and lose that step's change of them. "
-        "Before you write weights, call model.synchronize(); or take synchronous steps, "
-        "model.step(..., is_async=False)",
-        TrainingWarning,
-    )
+    """Warn of weights that code outside has written in a way that loses something, or may be overlooked."""
+    if state.unpublished:
+        warn_user(
+            f"weights of model {name!r} ({_named(state, written)}) were written while the result of its last, "
+            "asynchronous step was not in them yet: they keep what was written, and lose that step's change of "
+            "them. Before you write weights, call model.synchronize(); or take synchronous steps, "
+            "model.step(..., is_async=False)",
+            TrainingWarning,
+        )
+    if state.is_written_unseen() and not state.is_unseen_told:
+        state.is_unseen_told = True
+        warn_user(
+            f"weights of model {name!r} ({_named(state, written)}) were written past torch's version counters, as "
+            "by weight.data or NumPy. That was noticed by a few numbers of each weight, so a write to some others "
+            "is lost at the next step: write weights themselves, under torch.no_grad()",
+            TrainingWarning,
+        )
 
 
 def tell_written_in_step(name: str, state: ModelState) -> None:
