@@ -314,7 +314,9 @@ def test_plans_that_differ_in_host_memory_only_are_searched_for_once(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["8B", "32B", "70B"])
+@pytest.mark.parametrize(
+    "case", ["32B", pytest.param("8B", marks=pytest.mark.nightly), pytest.param("70B", marks=pytest.mark.nightly)]
+)
 def test_dense_models_are_planned_with_few_simulations(
     case: str, config: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
