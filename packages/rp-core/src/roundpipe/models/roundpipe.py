@@ -93,8 +93,8 @@ class RoundPipe(RoundPipeBase):
             which is up to twice as fast on GPUs that have it, for one more rounding of each factor. An
             `Fp8` says which products and which layers; docs/how-to/fp8.md says what it does to numbers.
             ``"auto"``: the first training call measures which of them is faster on its device, and all calls from
-            then on compute so, those of a training that is resumed from its checkpoints, too.
-
+            then on compute so, those of a training that is resumed from its checkpoints, too. ``"fp16-sums"``:
+            fp16 weights with sums in fp16, twice as fast on GeForce cards, which torch sets for the whole process.
         frozen: where frozen weights are: ``"memory"``, or ``"disk:DIR[,DIR...]"``: in files without names in
             these directories, from where each upload reads them through a small pinned ring. They are written
             once, here, layer by layer; with one directory, those in files on the same disk, such as a

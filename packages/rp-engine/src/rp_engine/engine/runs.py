@@ -32,6 +32,7 @@ from rp_engine.planning.auto_compute import AutoCompute, autocast_refusal
 from rp_engine.planning.fp8_layers import Fp8Layers, coded_by
 from rp_engine.planning.planner import Planner
 from rp_engine.runtime.runtime import Runtime
+from rp_engine.settings.fp16_sums import refuse_call
 from rp_engine.settings.run_config import Compute, RoundPipeRunConfig
 
 # In one of so many training calls, what layers recompute is compared with what their forward gave: a layer may
@@ -219,6 +220,7 @@ class Runs:
 
     def _compute(self, config: RoundPipeRunConfig) -> Compute | Fp8 | None:
         """Return how layers multiply; once that is decided for FP8, have codes of weights published."""
+        refuse_call(config.compute)
         found, state = self.auto_compute.resolved(config.compute), self.host.state
         is_new = config.compute == "auto" and state.options.coded is None
         if not (is_new and isinstance(found, Fp8) and found.uploads_codes):

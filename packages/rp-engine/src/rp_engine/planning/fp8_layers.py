@@ -13,6 +13,7 @@ from torch import nn
 from rp_engine.device.entrance import entrance_of
 from rp_engine.device.memory.fp8_twins import Fp8Products
 from rp_engine.runtime.runtime import Runtime
+from rp_engine.settings.fp16_sums import allow_fp16_sums
 from rp_engine.settings.run_config import Compute
 
 _LOG = logging.getLogger(__name__)
@@ -21,10 +22,12 @@ _LOG = logging.getLogger(__name__)
 def check_compute(
     name: str, modules: Iterable[nn.Module], runtime: Runtime, compute: Compute | Fp8 | None
 ) -> None:
-    """Check that some layers, and the devices, can multiply as asked.
+    """Check that some layers, and the devices, can multiply as asked; for fp16 sums, set that up.
 
     Raises `ValueError` if none, or one, cannot.
     """
+    if compute == "fp16-sums":
+        allow_fp16_sums(name, modules)
     if (recipe := recipe_of(compute)) is None:
         return
     _check_devices(name, runtime)

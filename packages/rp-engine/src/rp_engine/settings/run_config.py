@@ -14,7 +14,7 @@ from rp_engine.settings.execute_plan import ModelExecutePlan
 
 Grain = Literal["stage", "layer"]
 Launch = Literal["eager", "graphs"]
-Compute = Literal["bf16", "fp8", "auto"]
+Compute = Literal["bf16", "fp8", "auto", "fp16-sums"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class RoundPipeRunConfig:
             docs/performance.md. Numbers stay those of eager runs.
         compute: how linear layers multiply: ``"bf16"``, the default, in the dtype of their weights; ``"fp8"``: in
             8 bits where they can, see docs/how-to/fp8.md; an `Fp8` says which products and layers; ``"auto"``: as
-            the first training call measures to be faster, from then on.
+            the first training call measures to be faster, from then on. ``"fp16-sums"``, of a model alone: fp16
+            weights with sums in fp16, which torch sets for the whole process.
         execute_plan: a `ModelExecutePlan` or an `rp_sched.Plan`; default: planned automatically.
 
     >>> RoundPipeRunConfig(num_microbatch=8).over(RoundPipeRunConfig(recompute_grain="layer")).num_microbatch
@@ -73,7 +74,15 @@ class RoundPipeRunConfig:
         _check_type("output_device", self.output_device, torch.device)
 
     def over(self, below: RoundPipeRunConfig) -> RoundPipeRunConfig:
-        """Return these settings, with None replaced by the setting of `below`."""
+        """Return these settings, with None replaced by the setting of `below`.
+
+        Raises `ValueError` if they would compute without the fp16 sums of `below`, which are the process's.
+        """
+        if below.compute == "fp16-sums" and self.compute not in (None, "fp16-sums"):
+            raise ValueError(
+                f"a call cannot have compute={self.compute!r}, since its model has compute='fp16-sums', which is "
+                "for the whole process"
+            )
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(below, **{name: value for name, value in values.items() if value is not None})
 
