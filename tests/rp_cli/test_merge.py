@@ -194,7 +194,7 @@ def test_embeddings_that_an_adapter_has_enlarged_are_enlarged(tmp_path: Path) ->
     torch.testing.assert_close(loaded(tmp_path / "merged")(IDS + 155).logits, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_the_depth(tmp_path: Path) -> None:
     largest = 4 * 512 * 8192
     rose: dict[int, int] = {}
