@@ -6,13 +6,16 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from plain import batch, mlp, square_error
-from roundpipe import RoundPipe, Runtime, TrainingWarning
+from roundpipe import RoundPipe, Runtime, TrainingWarning, save_checkpoint
 from roundpipe import optim as optimizers
+from rp_engine.engine import whole_model
 
 LOST = r"weights of model .* \(1 of them, the first in layer 2\) were written while .* call model.synchronize\(\)"
 
@@ -150,6 +153,69 @@ def past_counters(layers: Any) -> None:
 
 def one_number(layers: Any) -> None:
     layers[0].bias.data[0] = 1.5
+
+
+def stepped(model: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+
+
+def test_a_backward_through_weights_that_were_written_past_counters_before_its_forward(two: Runtime) -> None:
+    found: list[torch.Tensor] = []
+    for write in (past_counters, partial(clipped, most=0.1)):
+        layers = mlp()
+        model = RoundPipe(layers, runtime=two)
+        optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
+        x, y = batch(6)
+        for _ in range(3):
+            square_error(model(x), y).backward()
+            stepped(model, optimizer)
+            write(layers)
+        found.append(call(model))
+    assert torch.equal(*found)
+
+
+def test_writes_past_counters_are_seen_while_a_checkpoint_is_read(
+    two: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    may_end, read = threading.Event(), whole_model.run_model_read
+    layers = mlp()
+    model = RoundPipe(layers, runtime=two, double_buffer=False)
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
+    call(model)
+    stepped(model, optimizer)
+    monkeypatch.setattr(whole_model, "run_model_read", lambda *how: (read(*how), may_end.wait(60)))
+    saving = save_checkpoint(tmp_path / "saved", model, optimizer, wait=False)
+    past_counters(layers)
+    # Steps come after the reader, and would take the place of what was written.
+    with pytest.warns(TrainingWarning, match="past torch's version counters"):
+        call(model)
+    may_end.set()
+    saving.wait()
+
+
+def test_loading_some_weights_keeps_what_was_written_to_others_past_counters(two: Runtime) -> None:
+    layers = mlp()
+    model = RoundPipe(layers, runtime=two)
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
+    call(model)
+    stepped(model, optimizer)
+    past_counters(layers)
+    kept = layers[2].weight.detach().clone()
+    with pytest.warns(TrainingWarning, match="past torch's version counters"):
+        model.load_state_dict({"0.bias": layers[0].bias.detach().clone()}, strict=False)
+    optimizer.param_groups[0]["lr"] = 0.0
+    call(model)
+    stepped(model, optimizer)
+    assert torch.equal(layers[2].weight, kept)
+
+
+def test_weights_are_no_others_under_another_default_device(two: Runtime) -> None:
+    layers = mlp()
+    with torch.device("meta"):
+        model = RoundPipe(layers, runtime=two)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TrainingWarning)
+        call(model)
 
 
 @pytest.mark.parametrize("write", [past_counters, one_number])

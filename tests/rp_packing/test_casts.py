@@ -54,6 +54,28 @@ def test_shapes_and_kinds_are_known_before_anything_is_computed() -> None:
         assert other.is_contiguous()
 
 
+def test_gradients_that_are_differentiated_again_are_cast_by_torchs_operations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def by_kernels(*matrices: Any) -> Any:
+        # What kernels write has no graph: a part of second derivatives would be missing.
+        with torch.no_grad():
+            return casts._gradient_by_torch(*matrices)
+
+    def second() -> torch.Tensor:
+        x = torch.linspace(-1, 1, 64).view(4, 16).bfloat16().requires_grad_()
+        out = linear(x, weight).float().tanh().sum()
+        (first,) = torch.autograd.grad(out, x, create_graph=True)
+        return torch.autograd.grad((first + x).float().square().sum(), x)[0]
+
+    weight = torch.linspace(-0.5, 0.5, 512).view(32, 16).bfloat16()
+    expected = second()
+    monkeypatch.setattr(casts, "is_for_kernels", lambda _: True)
+    monkeypatch.setattr(casts, "_cast_input", lambda rows, _, turned: casts._input_by_torch(rows, turned))
+    monkeypatch.setattr(casts, "_cast_gradient", by_kernels)
+    assert torch.equal(second(), expected)
+
+
 def test_a_cast_that_something_traces_is_made_of_torchs_operations() -> None:
     with FakeTensorMode():
         rows, turned = casts.cast_input(torch.empty(20, 32, dtype=torch.bfloat16, device="cuda"), turned=True)

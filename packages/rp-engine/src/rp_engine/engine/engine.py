@@ -221,7 +221,8 @@ class Engine:
         self._refuse_consumed()
         with in_call("backward", self._name):
             with shared.telling_backward():
-                self.host.get_ready(training=True, regroups=False)
+                # The forward has read what was written past version counters before it; the step takes it over.
+                self.host.get_ready(training=True, regroups=False, samples=False)
                 self.host.check_version(version)
                 batch.arrivals.refuse_written()
                 norm = shared.norm_of(grads)

@@ -158,6 +158,10 @@ class HostParameters:
         """Queue a step's job."""
         return self._step_queue.submit(job)
 
+    def submit_read(self, job: Callable[[Tracer], None]) -> Outcome[None]:
+        """Queue a job after the steps that only reads, see `prepare_model_read`."""
+        return self._step_queue.submit(job, writes=False)
+
     def share_steps(self, other: HostParameters) -> None:
         """Step both models together from now on."""
         self._step_queue.share(other._step_queue)
@@ -276,18 +280,18 @@ class HostParameters:
 
     # Before a call or a step
 
-    def get_ready(self, *, training: bool, regroups: bool = True) -> None:
+    def get_ready(self, *, training: bool, regroups: bool = True, samples: bool = True) -> None:
         """Raise errors of earlier work, and take over changes made outside the engine.
 
-        `training`: also refuse to continue after a failed step or with incomplete gradients. `regroups`: see
-        `refresh`.
+        `training`: also refuse to continue after a failed step or with incomplete gradients, and take `samples`.
+        `regroups`, `samples`: see `refresh`.
         """
         self.raise_late_errors()
         self.state.health.refuse_mixed()
         if training:
             self.state.health.refuse_half_made()
         self.gradients.collect()
-        self.refresh(regroups=regroups, samples=training)
+        self.refresh(regroups=regroups, samples=training and samples)
         self.state.note_flags()
         if self.state.note_attributes() and self._observer is not None:
             self._observer.note_altered()
@@ -372,15 +376,17 @@ class HostParameters:
         adapters for a reference pass moves nothing.
         """
         # Without second blocks a step that is under way writes where calls read.
-        samples = samples and (self._step_queue.is_idle() or self.state.has_backs())
+        samples = samples and (self.state.has_backs() or not self._step_queue.writes())
         written = self.state.written_outside(samples=samples)
         changed = self._has_changed()
         if changed:
             self.drain()
             written += self.state.moved_outside()
         if written:
-            tell_written(self.name, self.state, written)
             self._step_queue.wait()
+            # Settling would forget what others were written past their version counters.
+            written += self.state.written_outside(samples=True)
+            tell_written(self.name, self.state, written)
             self.set_masters(written)
             self.state.settle_written()
             self.shared.note_written(written)

@@ -241,7 +241,7 @@ class WholeModel:
     ) -> Outcome[None]:
         with in_call("checkpoint", self.name), taking_tickets() as take:
             model_reads = [host.prepare_model_read(take) for host in self.hosts]
-            queued = self.hosts[0].submit_step(partial(run_model_read, self.name, model_reads, read))
+            queued = self.hosts[0].submit_read(partial(run_model_read, self.name, model_reads, read))
             note(queued)
             return queued
 

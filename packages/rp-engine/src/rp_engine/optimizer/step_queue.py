@@ -33,6 +33,8 @@ class StepQueue:
         self._state = state
         self._runtime = runtime
         self._pending: list[tuple[Outcome[None], UnreportedError]] = []
+        # Those of the pending ones that only read, such as a checkpoint's.
+        self._reading: list[Outcome[None]] = []
         self.results = runtime.peers.results(state)
         self._no_publication = Publication(name, state, self.results, {})
 
@@ -77,32 +79,36 @@ class StepQueue:
         turns = {block: take(block.turns, write=True) for block in self._state.trainable}
         return Publication(self._name, self._state, self.results, turns)
 
-    def submit(self, job: Callable[[Tracer], None]) -> Outcome[None]:
-        """Queue a job on the optimizer's thread; `errors` returns what it raises."""
+    def submit(self, job: Callable[[Tracer], None], *, writes: bool = True) -> Outcome[None]:
+        """Queue a job on the optimizer's thread; `errors` returns what it raises. `writes`: maybe weights."""
         tracer = tracing.current()
         unreported = UnreportedError()
         # With the caller's context variables, where newer torch keeps settings.
         outcome = self._runtime.optimizer.submit(copy_context().run, _noted, unreported, job, tracer)
         tracer.follow(outcome)
         self._pending.append((outcome, unreported))
+        if not writes:
+            self._reading.append(outcome)
         return outcome
 
     def share(self, other: StepQueue) -> None:
         """Share one list of pending steps with the other model: from now on both are stepped together."""
         other._pending.extend(self._pending)
-        self._pending = other._pending
+        other._reading.extend(self._reading)
+        self._pending, self._reading = other._pending, other._reading
 
     def errors(self) -> list[BaseException]:
         """The errors of jobs that have ended since the last call of this."""
         over = [pending for pending in self._pending if pending[0].done()]
         self._pending[:] = [pending for pending in self._pending if pending not in over]
+        self._reading[:] = [outcome for outcome in self._reading if not outcome.done()]
         for _, unreported in over:
             unreported.tell()
         return [error for outcome, _ in over if (error := outcome.exception()) is not None]
 
-    def is_idle(self) -> bool:
-        """Return whether all queued jobs have ended."""
-        return all(outcome.done() for outcome, _ in self._pending)
+    def writes(self) -> bool:
+        """Return whether a queued job that has not ended may write weights."""
+        return any(not outcome.done() and outcome not in self._reading for outcome, _ in self._pending)
 
     def wait(self) -> None:
         """Block until all queued jobs have ended; then `errors` returns what they raised."""

@@ -64,7 +64,8 @@ def cast_gradient(
     """
     if torch.compiler.is_compiling() and grad.is_cuda:
         found = _gradient_operation(grad, of_weight, of_input, *dtypes)
-    elif is_for_kernels(grad):
+    elif is_for_kernels(grad) and not torch.is_grad_enabled():
+        # With ``create_graph=True`` they are differentiated: what kernels write would be taken for constants.
         found = _cast_gradient(grad, of_weight, of_input, *dtypes)
     else:
         found = _gradient_by_torch(grad, of_weight, of_input, *dtypes)

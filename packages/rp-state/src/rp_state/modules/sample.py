@@ -23,7 +23,7 @@ class Sample:
         filled = [(index, one.offset, one.numel) for index, one in enumerate(layout.extents) if one.numel]
         self._indices = [index for index, _, _ in filled]
         places = [_places(offset, numel) for _, offset, numel in filled]
-        self._places = torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
+        self._places = torch.cat(places) if places else torch.empty(0, dtype=torch.int64, device="cpu")
         self._taken: torch.Tensor | None = None
 
     def take(self, memory: torch.Tensor) -> None:
@@ -46,4 +46,6 @@ class Sample:
 
 def _places(offset: int, numel: int) -> torch.Tensor:
     """Return where the sampled numbers of a tensor are: as many of each, so those of small ones repeat."""
-    return offset + torch.arange(_COUNT, dtype=torch.int64) * max(numel - 1, 0) // (_COUNT - 1)
+    # Whatever torch's default device is.
+    places = torch.arange(_COUNT, dtype=torch.int64, device="cpu")
+    return offset + places * max(numel - 1, 0) // (_COUNT - 1)
