@@ -31,13 +31,28 @@ def as_fp32(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return square_error(outputs.float(), label)
 
 
+def quarter(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.fill_(0.25)
+
+
+def quarter_past_counters(weight: torch.Tensor) -> None:
+    weight.data.fill_(0.25)
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{"double_buffer": True}, {"double_buffer": False}, {"master": "split"}],
-    ids=["two blocks", "one block", "halves"],
+    ("options", "write"),
+    [
+        ({"double_buffer": True}, quarter),
+        ({"double_buffer": False}, quarter),
+        ({"master": "split"}, quarter),
+        ({"double_buffer": True}, quarter_past_counters),
+        ({"master": "split"}, quarter_past_counters),
+    ],
+    ids=["two blocks", "one block", "halves", "two blocks, past counters", "halves, past counters"],
 )
 def test_what_is_written_before_the_step_under_way_is_published_stays(
-    two: Runtime, options: dict[str, Any]
+    two: Runtime, options: dict[str, Any], write: Callable[[torch.Tensor], None]
 ) -> None:
     layers = mlp().bfloat16()
     model = RoundPipe(layers, torch.float32, runtime=two, **options)
@@ -55,9 +70,9 @@ def test_what_is_written_before_the_step_under_way_is_published_stays(
     # Publishes the first one's result before it begins, once that has ended.
     model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
     before = layers[0].weight.detach().clone()
-    with torch.no_grad():
-        layers[2].weight.fill_(0.25)
+    write(layers[2].weight)
     may_end.set()
+    two.optimizer.wait()
     with pytest.warns(TrainingWarning, match=LOST):
         call(model)
     model.synchronize()

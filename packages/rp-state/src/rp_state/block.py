@@ -78,6 +78,8 @@ class Block:
         self.seen = [tensor._version for tensor in self.tensors]
         self.is_written_unseen = False
         self._written: set[int] = set()
+        # Those of them that a publication has found.
+        self._overtaken: set[int] = set()
         self._sample = Sample(self.layout) if group.kind == "trainable" and memory is not None else None
         self._take_sample()
         self.is_staged = not all(map(backend.is_pinned, self.host_tensors()))
@@ -249,9 +251,10 @@ class Block:
 
     def _change_places(self) -> None:
         self.complete = {}
+        self._overtaken.update(self._unseen())
         self.memory, self.back = self.back, self.memory
         self.values, self.back_values = self.back_values, self.values
-        kept = self._now_written()
+        kept = self._now_written() | self._overtaken
         for index, (tensor, old, new) in enumerate(zip(self.tensors, self.back_values, self.values, strict=True)):
             # A parameter that was moved to other memory, as by ``to(dtype)``, keeps that.
             if tensor.data_ptr() == old.data_ptr():
@@ -275,11 +278,9 @@ class Block:
         a second block, no step may be running then.
         """
         with _VERSIONS:
-            changed = self._newly_written()
-            if samples and self._sample is not None and self.memory is not None:
-                found = {*self._sample.changed(self.memory)} - self._written
-                self.is_written_unseen |= not found <= {*changed}
-                changed = sorted({*changed, *found})
+            found = self._overtaken | (self._unseen() if samples else set[int]())
+            self._overtaken = set()
+            changed = sorted({*self._newly_written(), *found})
             for index in changed:
                 self.seen[index] = self.tensors[index]._version
             self._written.update(changed)
@@ -301,6 +302,14 @@ class Block:
     def _take_sample(self) -> None:
         if self._sample is not None and self.memory is not None:
             self._sample.take(self.memory)
+
+    def _unseen(self) -> set[int]:
+        """Return the indices of tensors that were written past their version counters, as a sample shows."""
+        if self._sample is None or self.memory is None:
+            return set()
+        found = {*self._sample.changed(self.memory)} - self._now_written()
+        self.is_written_unseen |= bool(found)
+        return found
 
     def _now_written(self) -> set[int]:
         return self._written | set(self._newly_written())

@@ -375,8 +375,7 @@ class HostParameters:
         needs that. One without gradients does not, and a backward uses its forward's flags: so code that freezes
         adapters for a reference pass moves nothing.
         """
-        # Without second blocks a step that is under way writes where calls read.
-        samples = samples and (self.state.has_backs() or not self._step_queue.writes())
+        samples = samples and (self.state.has_backs() or self._is_still())
         written = self.state.written_outside(samples=samples)
         changed = self._has_changed()
         if changed:
@@ -398,6 +397,10 @@ class HostParameters:
             self.state.note_changed("weights were written or loaded by code outside of the engine")
         if regroups and not changed:
             self._regroup()
+
+    def _is_still(self) -> bool:
+        """Return whether no step writes where calls read, without second blocks; machines may not know alike."""
+        return self._runtime.peers.is_alone and not self._step_queue.writes()
 
     def _is_regrouping_due(self) -> bool:
         return bool(self.state.frozen() or self.state.unfrozen())
