@@ -11,7 +11,7 @@ _THOROUGH = 100
 def register_profiles() -> None:
     """Register all and choose ``quick``; ``--hypothesis-profile=ci`` or ``thorough`` chooses another one."""
     settings.register_profile("quick", max_examples=10, deadline=None)
-    settings.register_profile("ci", max_examples=20, deadline=None)
+    settings.register_profile("ci", max_examples=30, deadline=None)
     settings.register_profile("thorough", max_examples=_THOROUGH, deadline=None)
     # For code that is broken on purpose: it need not be told how, only that, and in every run alike.
     generate = (Phase.explicit, Phase.generate)

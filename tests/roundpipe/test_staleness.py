@@ -42,7 +42,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     size = replace(SIZES["tiny"], layers=2, hidden=32, inner=48, vocabulary=256)
     monkeypatch.setitem(workloads._DECODERS, "decoder-1m", workloads._Decoder(size, 4, 16, STEPS, 4e-3))
     base = workload("decoder-1m", CPU).make(0)
-    monkeypatch.setattr(workloads, "_trained", lambda _: base)
+    monkeypatch.setattr(workloads, "_trained", lambda *_: base)
 
 
 def run_of(chosen: Workload, variant: str, seed: int = 0) -> Run:
