@@ -439,16 +439,25 @@ def test_after_a_load_that_failed_steps_are_refused(tmp_path: Path) -> None:
         _train(optimizer, [2])
 
 
+def _is_open(descriptor: int, inode: int) -> bool:
+    try:
+        return os.fstat(descriptor).st_ino == inode
+    except OSError:
+        return False
+
+
 def test_where_there_is_room_for_one_state_another_can_be_loaded(tmp_path: Path) -> None:
-    reserved: list[tuple[int, int]] = []
+    # By file: a descriptor's number is used again.
+    reserved: dict[tuple[int, int], int] = {}
 
     def reserve(descriptor: int, offset: int, nbytes: int) -> None:
+        file = (descriptor, os.fstat(descriptor).st_ino)
         # What was closed is free.
-        living = sum(size for one, size in reserved if Path(f"/proc/self/fd/{one}").exists() and one != descriptor)
+        living = sum(size for one, size in reserved.items() if _is_open(*one) and one != file)
         if living + nbytes > 1 << 19:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(descriptor, offset, nbytes)
-        reserved.append((descriptor, nbytes))
+        reserved[file] = nbytes
 
     parameters, optimizer = _many(tmp_path, system=replace(SYSTEM, reserve=reserve), stripe_bytes=4096)
     _train(optimizer, range(2))
