@@ -123,7 +123,10 @@ def test_clipping_what_an_asynchronous_step_has_not_reached_is_told(two: Runtime
         call(model)
 
 
-def test_a_step_function_that_writes_weights_is_told_that_they_are_replaced(two: Runtime) -> None:
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_a_step_function_that_writes_weights_is_told_that_they_are_replaced(
+    two: Runtime, is_counted: bool
+) -> None:
     layers = mlp()
     other = copy.deepcopy(layers)
     found: list[torch.Tensor] = []
@@ -134,8 +137,10 @@ def test_a_step_function_that_writes_weights_is_told_that_they_are_replaced(two:
         def update(optimizer: Any = optimizer, row: Any = row, most: float | None = most) -> None:
             optimizer.step()
             optimizer.zero_grad()
-            if most is not None:
+            if most is not None and is_counted:
                 clipped(row, most=most)
+            elif most is not None:
+                row[2].weight.data.clamp_(-most, most)
 
         call(model)
         told = (

@@ -222,11 +222,17 @@ class ModelState:
         """Return whether all trained weights have second blocks."""
         return all(block.back is not None for block in self.trainable)
 
-    def settle_written(self) -> list[torch.Tensor]:
-        """Let results take the place of what code outside the engine has written; return such parameters."""
-        found = [block.tensors[index] for block in self.trainable for index in sorted(block.written())]
+    def settle_written(self, *, samples: bool = False) -> list[torch.Tensor]:
+        """Let results take the place of what code outside the engine has written; return such parameters.
+
+        `samples`: see `Block.changed_outside`.
+        """
+        found: list[torch.Tensor] = []
         for block in self.trainable:
-            block.settle()
+            block.changed_outside(samples=samples)
+            if written := sorted(block.written()):
+                found += [block.tensors[index] for index in written]
+                block.settle()
         return found
 
     def moved_outside(self) -> list[torch.Tensor]:

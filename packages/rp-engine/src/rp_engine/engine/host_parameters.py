@@ -226,7 +226,7 @@ class HostParameters:
         self.gradients.drop_all()
         for block in self.state.trainable:
             block.begin_results()
-        self.state.settle_written()
+            block.settle()
         self.state.note_rewritten()
         self.state.unpublished = is_behind and bool(self.state.trainable)
         if not self.state.has_results_apart():

@@ -33,7 +33,8 @@ def tell_written(name: str, state: ModelState, written: Sequence[torch.Tensor]) 
 
 def tell_written_in_step(name: str, state: ModelState) -> None:
     """Warn that a step function has written weights themselves, which its own result replaces."""
-    if written := state.settle_written():
+    # Without second blocks the step itself writes where calls read.
+    if written := state.settle_written(samples=state.has_backs()):
         warn_user(
             f"the step function of model {name!r} wrote its weights ({_named(state, written)}), which the step's "
             "result replaces: in a step function write model.optim_parameters(), or write weights after the step",
