@@ -78,7 +78,7 @@ class Job:
         return loss.item()
 
     def has_codes(self) -> bool:
-        return any(block.codes is not None for block in self.model.engine.host.state.trainable)
+        return any(block.codes.are_there for block in self.model.engine.host.state.trainable)
 
 
 def trained(told: Told | None, change: Callable[[nn.Sequential], object] | None = None, **how: Any) -> list[float]:

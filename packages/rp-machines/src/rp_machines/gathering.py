@@ -105,7 +105,7 @@ class Gathering:
     def expect(self) -> None:
         """Begin a step: from now on, receive its results in the second blocks."""
         for block in self._state.trainable:
-            if block.back is not None and block not in self._under_way:
+            if block.has_back and block not in self._under_way:
                 self._under_way[block] = Copies(self._group, block)
 
     def note_complete(self, block: Block, index: int) -> None:
@@ -187,7 +187,7 @@ class Gathering:
                 self._finish(*held.popleft(), tracer)
                 published += 1
         except BaseException as error:
-            if published or any(block.back is None for block, _ in held):
+            if published or not all(block.has_back for block, _ in held):
                 self._state.health.note_half_published(in_words(error))
             if any(block not in begun and block not in self._under_way for block in turns):
                 self._group.break_off(error)
@@ -239,9 +239,9 @@ class Gathering:
         masters = self._masters(block)
         for index in indices:
             with torch.no_grad():
-                block.back_values[index].copy_(block.tensors[index])
+                block.results.values[index].copy_(block.tensors[index])
             if is_split(master := masters[index]):
-                master.move_to(block.back_values[index])
+                master.move_to(block.results.values[index])
             block.note_result(index, masters[index]._version)
             block.complete[index] = masters[index]._version
 
@@ -259,10 +259,9 @@ class Gathering:
         self.wait()
         values: dict[torch.Tensor, torch.Tensor] = {}
         for block in self._under_way:
-            assert block.back is not None
             self._refuse_changed(block)
-            self._state.backend.host_touch(read=(block.back,), what="a state dict")
-            values.update(zip(block.tensors, block.back_values, strict=True))
+            self._state.backend.host_touch(read=block.results.memories, what="a state dict")
+            values.update(zip(block.tensors, block.results.values, strict=True))
         return values
 
     def wait(self) -> None:

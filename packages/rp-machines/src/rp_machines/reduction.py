@@ -29,7 +29,6 @@ class ReducedBlock:
     """
 
     def __init__(self, rank: int, state: ModelState, block: Block, ticket: Ticket, num_runs: int) -> None:
-        assert block.gradient is not None
         self.block = block
         self._gradient = block.gradient
         self._state = state

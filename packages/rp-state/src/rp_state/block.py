@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from rp_optim import write_weights
 from rp_transfer import Backend, Group, Kind, MappedFiles, Piece, Turns
 
 from rp_state.codes.layout import DTYPE, CodedLayout, CodedWeight
-from rp_state.codes.published import PublishedCodes
+from rp_state.codes.published import Codes, NoCodes, PublishedCodes
 from rp_state.frozen.source import DiskPart
 from rp_state.gradient import Gradient
 from rp_state.master import is_split
-from rp_state.modules.sample import Sample
+from rp_state.memory.form import CodedForm, Form, PlainForm
+from rp_state.memory.host_tensors import HostTensors, OnePiece, Scattered
+from rp_state.modules.sample import NoSample, Sample, Sampling
 from rp_state.shards import Segment
 
 # Of version counters with what they were when the engine looked, which the optimizer's thread compares, too.
@@ -24,19 +26,20 @@ _VERSIONS = threading.Lock()
 class Block:
     """Tensors of one kind and dtype that the same layers use, and `turns`, the order of access to them.
 
-    `memory`: one contiguous block (numel,), or None if the tensors stay in their own storages, which
-    `registration` keeps pinned if they are registered. `on_disk`: where frozen weights are read for each upload;
-    the tensors are then mapped to files. `is_staged`: some of this memory is not pinned, so the host copies it to
+    `host`: the memory that calls read: one piece, or the tensors' own storages, which `registration` keeps pinned
+    if they are registered. `on_disk`: where frozen weights are read for each upload; the tensors are then mapped
+    to files. `is_staged`: some of this memory is not pinned, so the host copies it to
     pinned memory for each upload. `writes`: whether a layer was seen to write these buffers; None until one has
     run in this mode. `looked_at`: the layers that were checked for that. `counts_writes`: whether
     torch's version counters have shown a write, which a layer may make in some microbatches only. `is_persistent`:
     whether some of these buffers are in state dicts.
 
-    `back`: a second block or None. A step writes its result there while devices read `memory`; publication swaps
-    the two. `complete`: the parameters whose result is in `back`, as index and master's version at that time.
+    `results`: the memory that a step writes its result to: a second block, which publication swaps with `host`, or
+    `host` itself. `complete`: the parameters whose result is in a second block, as index and master's version at
+    that time.
     `is_written_unseen`: whether code outside was found to write some of these weights past their version counters.
     What it has written stays, whatever a step that is under way has computed, until `settle`.
-    `codes`: FP8 codes of some of the weights, which may travel in their place; None: it has none.
+    `codes`: FP8 codes of some of the weights, which may travel in their place. `gradient`: empty unless trained.
     `segments`: which machine owns which part. `additions`: how often the last microbatch of any task added to each
     gradient; 0 if there was none. `leaves_early`: whether its gradients may leave before a task's end.
     """
@@ -55,34 +58,48 @@ class Block:
         self.tensors = group.tensors
         self.layout = group.layout
         self.turns = Turns()
-        self.gradient = Gradient(backend, self.layout) if group.kind == "trainable" else None
-        self.memory = memory
+        self.gradient = Gradient(backend, self.layout)
         self.registration = registration
         self.on_disk = tuple(on_disk)
         self.writes: bool | None = None
         self.looked_at: set[int] = set()
         self.counts_writes = False
         self.is_persistent = True
-        self.back: torch.Tensor | None = None
-        self.back_values: list[torch.Tensor] = []
         self.complete: dict[int, int] = {}
-        self.codes: PublishedCodes | None = None
+        self.codes: Codes = NoCodes()
+        self._plain: Form = PlainForm(self.layout)
+        self._coded = self._plain
         self.additions = [0] * len(group.tensors)
         self.leaves_early = True
         # Only blocks of trained weights are divided among machines.
         self.segments: tuple[Segment, ...] = ()
-        if memory is not None:
-            self.layout.move_in(memory, self.tensors, files)
-        # The engine writes through `.data`, which leaves the parameters' version counters to detect other writers.
-        self.values = [tensor.data for tensor in self.tensors]
+        self.host = self._moved_in(files, memory)
+        self.results = self.host
         self.seen = [tensor._version for tensor in self.tensors]
         self.is_written_unseen = False
         self._written: set[int] = set()
         # Those of them that a publication has found.
         self._overtaken: set[int] = set()
-        self._sample = Sample(self.layout) if group.kind == "trainable" and memory is not None else None
-        self._take_sample()
+        can_sample = group.kind == "trainable" and self.host.is_one_piece
+        self._sample: Sampling = Sample(self.layout, self.host.memories) if can_sample else NoSample()
         self.is_staged = not all(map(backend.is_pinned, self.host_tensors()))
+
+    def _moved_in(self, files: MappedFiles, memory: torch.Tensor | None) -> HostTensors:
+        # The engine writes through `.data`, which leaves the parameters' version counters to detect other writers.
+        if memory is None:
+            return Scattered(self.layout, [tensor.data for tensor in self.tensors])
+        self.layout.move_in(memory, self.tensors, files)
+        return OnePiece(memory, [tensor.data for tensor in self.tensors])
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """The tensors that calls read, without version counters."""
+        return self.host.values
+
+    @property
+    def has_back(self) -> bool:
+        """Whether results go to a second block."""
+        return self.results is not self.host
 
     @property
     def is_read_only(self) -> bool:
@@ -96,7 +113,7 @@ class Block:
     @property
     def passes_gradients_on(self) -> bool:
         """Whether another block uses the memory of its gradients once a step has read them."""
-        return self.gradient is not None and self.gradient.place is not None
+        return self.gradient.memory.passes_on
 
     def __str__(self) -> str:
         """Return the layers that use it, such as ``layer 3`` or ``layers 0, 27``."""
@@ -110,48 +127,20 @@ class Block:
 
     def form(self, *, coded: bool) -> tuple[int, torch.dtype]:
         """Return the elements and the dtype of its memory on a device; `coded`: with codes in place of weights."""
-        if coded and self.codes is not None:
-            return self.codes.layout.nbytes, DTYPE
-        return self.layout.numel, self.layout.dtype
+        form = self._coded if coded else self._plain
+        return form.numel, form.dtype
 
-    def carries_codes(self, memory: torch.Tensor) -> PublishedCodes | None:
-        """Return the codes if memory on a device, of one of its forms, has some."""
-        return self.codes if self.layout.dtype != DTYPE and memory.dtype == DTYPE else None
+    def _form_of(self, memory: torch.Tensor) -> Form:
+        # Memory with codes is bytes, and only weights in bf16 have codes.
+        return self._coded if memory.dtype == DTYPE else self._plain
 
     def pieces(self, target: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs (slice of `target`, host tensor) that together copy the block; `target`: one of its forms."""
-        if (codes := self.carries_codes(target)) is not None:
-            yield target[: codes.layout.codes_nbytes], codes.memory
-            yield from self._pieces_beside(codes.layout, target)
-        elif self.memory is not None:
-            yield target, self.memory
-        else:
-            yield from self._pieces_of(range(len(self.values)), target)
+        return self._form_of(target).pieces(self.host, target)
 
-    def _pieces_of(
-        self, indices: Iterable[int], target: torch.Tensor
-    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        for index in indices:
-            span = self.layout.extents[index]
-            yield target[span.offset : span.offset + span.numel], self.values[index].view(-1)
-
-    def _pieces_beside(
-        self, layout: CodedLayout, target: torch.Tensor
-    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        if self.memory is None:
-            for index, view in layout.others(target).items():
-                yield view.view(-1), self.values[index].view(-1)
-            return
-        for start, stop, place in layout.rest:
-            nbytes = (stop - start) * self.layout.dtype.itemsize
-            yield target[place : place + nbytes].view(self.layout.dtype), self.memory[start:stop]
-
-    def views(self, memory: torch.Tensor) -> list[torch.Tensor | CodedWeight]:
+    def views(self, memory: torch.Tensor) -> Sequence[torch.Tensor | CodedWeight]:
         """View all tensors in memory on a device, of one of its forms; weights with codes there as these."""
-        if (codes := self.carries_codes(memory)) is None:
-            return [*self.layout.views(memory)]
-        found = {**codes.layout.weights(memory), **codes.layout.others(memory)}
-        return [found[index] for index in range(len(self.tensors))]
+        return self._form_of(memory).views(memory)
 
     def pieces_on_disk(self, target: torch.Tensor) -> Iterable[Piece]:
         """Pairs (slice of `target`, what is read into it), as `pieces`, of a block on disk."""
@@ -159,45 +148,41 @@ class Block:
 
     def host_tensors(self) -> Sequence[torch.Tensor]:
         """Return the host memory that `pieces` reads."""
-        return self.values if self.memory is None else (self.memory,)
+        return self.host.memories
 
     def read_tensors(self) -> Sequence[torch.Tensor]:
         """Return the host memory that uploads read, in any form."""
-        return self.host_tensors() if self.codes is None else (*self.host_tensors(), self.codes.memory)
+        return (*self.host.memories, *self.codes.memories)
 
     def make_back(self, backend: Backend) -> None:
         """Allocate the second block."""
-        self.back = backend.host_empty((self.layout.numel,), self.layout.dtype)
-        self.back_values = self.layout.storages(self.back)
-        if self.codes is not None:
-            self.codes.make_back(backend)
+        memory = backend.host_empty((self.layout.numel,), self.layout.dtype)
+        self.results = OnePiece(memory, self.layout.storages(memory))
+        self.codes.make_back(backend)
 
     def make_codes(self, backend: Backend, layout: CodedLayout) -> None:
         """Allocate codes of some weights, to be made by `PublishedCodes.renew`; no step may be running."""
-        self.codes = PublishedCodes(backend, layout)
-        if self.back is not None:
-            self.codes.make_back(backend)
+        codes = PublishedCodes(backend, layout)
+        if self.has_back:
+            codes.make_back(backend)
+        self.codes, self._coded = codes, CodedForm(codes)
 
     def begin_results(self) -> None:
         """Forget the results of a step that has failed, before the next one makes some."""
         self.complete = {}
-        if self.codes is not None:
-            self.codes.begin()
+        self.codes.begin()
 
     def written_tensors(self) -> Sequence[torch.Tensor]:
         """Return the host memory that results are written to."""
-        written = self.host_tensors() if self.back is None else (self.back,)
-        return written if self.codes is None else (*written, self.codes.target)
+        return (*self.results.memories, *self.codes.targets)
 
     def note_result(self, index: int, version: int) -> None:
         """A result was written where results go: make its codes, if it has some. `version`: its master's."""
-        if self.codes is not None:
-            self.codes.make(index, (self.values if self.back is None else self.back_values)[index], version)
+        self.codes.make(index, self.results.values[index], version)
 
     def note_changed(self, indices: Iterable[int]) -> None:
         """Weights that calls read were written, but not by a publication."""
-        if self.codes is not None:
-            self.codes.note_changed(indices)
+        self.codes.note_changed(indices)
 
     def publish(self, backend: Backend, masters: Sequence[torch.Tensor]) -> None:
         """Write the masters to the weights or swap in the second block; the caller holds the write turn."""
@@ -211,9 +196,9 @@ class Block:
         """
         here = [i for i, master in enumerate(masters) if not master.is_meta]
         # Without a second block a result would take the place of what code outside has written.
-        kept = self.written() if self.back is None else ()
+        kept = () if self.has_back else self.written()
         stale = [i for i in here if self.complete.get(i) != masters[i]._version and i not in kept]
-        targets = self.values if self.back is None else self.back_values
+        targets = self.results.values
         backend.host_touch(write=self.written_tensors(), what="publishing weights")
         write_weights([masters[i] for i in stale], [targets[i] for i in stale])
         for i in stale:
@@ -222,40 +207,31 @@ class Block:
                 is_there = master.upper.data_ptr() == targets[i].data_ptr()
                 master.move_to(targets[i])
             # A step in place has made the codes, too.
-            if not (is_there and self.codes is not None and self.codes.is_made(i, master._version)):
+            if not (is_there and self.codes.is_made(i, master._version)):
                 self.note_result(i, master._version)
-        if self.back is not None:
+        if self.has_back:
             self.complete.update((i, masters[i]._version) for i in stale)
 
     def swap(self) -> None:
         """Swap in the second block, if there is one; the caller holds the write turn."""
-        if self.codes is not None:
-            self.codes.publish(self.values if self.back is None else self.back_values)
+        self.codes.publish(self.results.values)
         with _VERSIONS:
-            if self.back is not None:
+            if self.has_back:
                 self._change_places()
-            self._take_sample()
+            self._sample.take(self.host.memories)
 
     def gathered(self) -> list[tuple[int, torch.Tensor]]:
         """Return the memory that `write` writes, in pieces (numel,), each with the rank of its owner."""
-        if self.back is not None or self.memory is not None:
-            memory = self.memory if self.back is None else self.back
-            assert memory is not None
-            return [(segment.owner, segment.of(memory)) for segment in self.segments]
-        return [
-            (segment.owner, self.values[index].view(-1))
-            for segment in self.segments
-            for index in segment.indices
-            if self.values[index].numel()
-        ]
+        return [(segment.owner, part) for segment in self.segments for part in self.results.parts(segment)]
 
     def _change_places(self) -> None:
         self.complete = {}
         self._overtaken.update(self._unseen())
-        self.memory, self.back = self.back, self.memory
-        self.values, self.back_values = self.back_values, self.values
+        self.host, self.results = self.results, self.host
         kept = self._now_written() | self._overtaken
-        for index, (tensor, old, new) in enumerate(zip(self.tensors, self.back_values, self.values, strict=True)):
+        for index, (tensor, old, new) in enumerate(
+            zip(self.tensors, self.results.values, self.values, strict=True)
+        ):
             # A parameter that was moved to other memory, as by ``to(dtype)``, keeps that.
             if tensor.data_ptr() == old.data_ptr():
                 if index in kept:
@@ -263,11 +239,11 @@ class Block:
                 tensor.data = new
         self.note_changed(kept)
 
-    def note_written(self, chosen: set[int] | None = None) -> None:
-        """Raise the version counters of the tensors with these ids, or of all, which graphs may have saved."""
+    def note_written(self, chosen: Container[int]) -> None:
+        """Raise the version counters of the tensors with these ids, which graphs may have saved."""
         with _VERSIONS:
             for index, tensor in enumerate(self.tensors):
-                if chosen is None or id(tensor) in chosen:
+                if id(tensor) in chosen:
                     torch.autograd.graph.increment_version(tensor)
                     self.seen[index] += 1
 
@@ -297,17 +273,11 @@ class Block:
         self.changed_outside()
         with _VERSIONS:
             self._written.clear()
-            self._take_sample()
-
-    def _take_sample(self) -> None:
-        if self._sample is not None and self.memory is not None:
-            self._sample.take(self.memory)
+            self._sample.take(self.host.memories)
 
     def _unseen(self) -> set[int]:
         """Return the indices of tensors that were written past their version counters, as a sample shows."""
-        if self._sample is None or self.memory is None:
-            return set()
-        found = {*self._sample.changed(self.memory)} - self._now_written()
+        found = {*self._sample.changed(self.host.memories)} - self._now_written()
         self.is_written_unseen |= bool(found)
         return found
 

@@ -21,10 +21,9 @@ class Exposure:
     def show(self, blocks: Iterable[Block]) -> None:
         """Set ``.grad`` on every trainable parameter; no task may be running."""
         for block in blocks:
-            if block.gradient is not None:
-                written = block.gradient.written
-                for index, parameter in enumerate(block.tensors):
-                    self._show(block.gradient, index, parameter, is_written=index in written)
+            written = block.gradient.written
+            for index, parameter in enumerate(block.tensors):
+                self._show(block.gradient, index, parameter, is_written=index in written)
 
     def _show(self, gradient: Gradient, index: int, parameter: torch.Tensor, *, is_written: bool) -> None:
         view = gradient.view(index) if is_written else None

@@ -8,7 +8,7 @@ import torch
 from rp_optim import GradientPair, add_to_pair
 from rp_transfer import Backend, Conveyor, Layout, Turns
 
-from rp_state.passed_memory import PassedMemory
+from rp_state.passed_memory import GradientMemory, OwnMemory, PassedMemory
 from rp_state.shards import Segment
 
 
@@ -42,35 +42,39 @@ class Gradient:
     In 32 bits and more there is one, to which the second task is added. Code that changes single gradients needs
     one block, too (`widen`): from then on it is in fp32, until all gradients are dropped.
 
-    `place`: the memory that it shares with other blocks, see `share`; None if it has its own.
+    `memory`: its own, or what it shares with other blocks, see `share`.
     """
 
     def __init__(self, backend: Backend, layout: Layout) -> None:
-        self.turns = Turns()
+        self.memory: GradientMemory = OwnMemory(backend)
         self.layout = layout
         self._backend = backend
         self._summands: list[Summand] = []
         # By a segment's start: its sum over machines, beside 16-bit gradients.
         self._totals: dict[int, torch.Tensor] = {}
-        self.place: PassedMemory | None = None
         # Of which parameters a step has used what is held, and left it.
         self.left: set[int] = set()
 
-    def share(self, place: PassedMemory) -> None:
+    @property
+    def turns(self) -> Turns:
+        """The order of access to its memory."""
+        return self.memory.turns
+
+    def share(self, memory: PassedMemory) -> None:
         """Use memory that other gradients use, too: one task writes it, and the next step reads it."""
-        self.place, self.turns = place, place.turns
-        place.members.append(self)
+        self.memory = memory
+        memory.members.append(self)
 
     def move_out(self) -> None:
-        """Use separate memory and turns from now on; no task or step may be using the place."""
-        if self.place is not None:
-            self.place.members.remove(self)
-            self.place, self.turns, self._summands = None, Turns(), []
+        """Use separate memory and turns from now on; no task or step may be using what it shares."""
+        if self.memory.passes_on:
+            self.memory.leave(self)
+            self.memory, self._summands = OwnMemory(self._backend), []
 
     @property
     def counts(self) -> bool:
-        """Whether it counts towards memory use: of the members of a place only the first does."""
-        return self.place is None or self.place.members[0] is self
+        """Whether it counts towards memory use: of those that share memory only the first does."""
+        return self.memory.counts(self)
 
     @property
     def written(self) -> set[int]:
@@ -80,10 +84,9 @@ class Gradient:
     @property
     def nbytes(self) -> int:
         """Bytes on the host."""
-        if self.place is not None:
-            return self.place.nbytes if self.counts else 0
         totals = list(self._totals.values())
-        return sum(summand.block.nbytes for summand in self._summands) + sum(total.nbytes for total in totals)
+        own = sum(summand.block.nbytes for summand in self._summands) + sum(total.nbytes for total in totals)
+        return self.memory.held_bytes(own) if self.counts else 0
 
     @property
     def arriving_nbytes(self) -> int:
@@ -105,27 +108,24 @@ class Gradient:
 
         `written`: the indices of the parameters that have a gradient in the sums. Returns whether it has added.
         """
-        if (empty := self._empty()) is not None:
-            conveyor.download(empty.block, sums)
-            empty.written = set(written)
+        if unused := self._empty():
+            conveyor.download(unused[0].block, sums)
+            unused[0].written = set(written)
             return False
         self._add(sums, conveyor)
         self._note_sum(written | self.written)
         return True
 
-    def _empty(self) -> Summand | None:
-        """Return a summand without gradients, allocated if necessary; None if all are in use."""
+    def _empty(self) -> list[Summand]:
+        """Return the summands without gradients, one allocated if necessary; there are none if all are in use."""
         self._split_if_unused()
-        for summand in self._summands:
-            if not summand.written:
-                return summand
+        unused = [summand for summand in self._summands if not summand.written]
         most = 1 if self._dtype() == sum_dtype(self._dtype()) else 2
-        if len(self._summands) == most:
-            return None
-        if self.place is not None:
-            assert not self._summands, "two tasks add to gradients in a place that blocks pass on"
-            return self._append(self.place.memory(self.layout.numel))
-        return self._append(self._backend.host_empty((self.layout.numel,), self.layout.dtype))
+        if unused or len(self._summands) == most:
+            return unused
+        passes_on = self.memory.passes_on
+        assert not (passes_on and self._summands), "two tasks add to gradients in memory that blocks pass on"
+        return [self._append(self.memory.take(self.layout))]
 
     def _split_if_unused(self) -> None:
         # An fp32 block has the size of two 16-bit blocks.
@@ -172,9 +172,8 @@ class Gradient:
         """
         if wide:
             return self._with_zeros(self.widen())
-        summand = next((one for one in self._summands if one.written), None) or self._empty()
-        assert summand is not None
-        return self._with_zeros(summand.block)
+        held = [summand for summand in self._summands if summand.written] or self._empty()
+        return self._with_zeros(held[0].block)
 
     def total(self, segment: Segment, part: torch.Tensor) -> torch.Tensor:
         """Return memory for a segment of the sum over machines, at least fp32: in `part` if that is as wide."""

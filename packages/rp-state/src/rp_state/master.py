@@ -100,8 +100,8 @@ class _FromEngine(Master):
             self._tell_none(is_under_way=True)
 
     def _tell_none(self, *, is_under_way: bool) -> None:
-        tell = cast("TellsNone | None", _ON_MISSING.get(self))  # pyright: ignore[reportUnknownMemberType]
-        if tell is not None and (words := tell(is_under_way=is_under_way)) is not None:
+        tell = cast("TellsNone", _ON_MISSING.get(self, _says_nothing))  # pyright: ignore[reportUnknownMemberType]
+        if (words := tell(is_under_way=is_under_way)) is not None:
             warn_user(words, TrainingWarning)
 
     def note_read(self) -> None:
@@ -113,6 +113,14 @@ class _FromEngine(Master):
         """See `Master.note_linked`. Setting a gradient to zero drops it, even if another machine has it."""
         if self in _DIVIDED and (link := link_of(self)) is not None and _in_zero_grad():
             link.is_dropped = True
+
+
+def _says_nothing(*, is_under_way: bool) -> str | None:
+    return None
+
+
+def _tells_nobody(reader: str) -> None:
+    """Of a master that nobody watches."""
 
 
 def _in_zero_grad() -> bool:
@@ -138,9 +146,8 @@ class EngineSplitMaster(_FromEngine, SplitMaster):
 
     def note_whole(self, reader: str) -> None:
         """See `SplitMaster.note_whole`."""
-        tell = cast("Callable[[str], None] | None", _ON_WHOLE.get(self))  # pyright: ignore[reportUnknownMemberType]
-        if tell is not None:
-            tell(reader)
+        tell = cast("Callable[[str], None]", _ON_WHOLE.get(self, _tells_nobody))  # pyright: ignore[reportUnknownMemberType]
+        tell(reader)
 
 
 # By master, a function to call when the master is made whole.

@@ -42,6 +42,11 @@ Coded = Callable[[Sequence[torch.nn.Module]], frozenset[int]]
 """Returns the ids of the weights of a row of modules whose FP8 codes are published."""
 
 
+def code_none(modules: Sequence[torch.nn.Module]) -> frozenset[int]:
+    """No codes are published: see `Coded`."""
+    return frozenset()
+
+
 class _MissingWarning:
     """Returns the warning about a read of a missing gradient: once, if a step would have or had the gradient."""
 
@@ -71,7 +76,7 @@ class HostOptions:
     blocks; None if the engine decides, before the first step. `master`: whether bf16 weights are the upper halves
     of their masters. `disk`: where the lower halves are; None for memory. `steps_in_backward`: the optimizer steps
     during each training call, and layers pass their gradients' memory on. `frozen`: where the frozen weights are;
-    None for memory. `coded`: which weights' FP8 codes are published, too; None: those of none.
+    None for memory. `coded`: which weights' FP8 codes are published, too.
     """
 
     pin: PinMode = "alloc"
@@ -81,11 +86,7 @@ class HostOptions:
     steps_in_backward: bool = False
     disk: Disk | None = None
     frozen: FrozenDisk | None = None
-    coded: Coded | None = None
-
-    def coded_in(self, modules: Sequence[torch.nn.Module]) -> frozenset[int]:
-        """Return the ids of the weights whose codes are published."""
-        return frozenset() if self.coded is None else self.coded(modules)
+    coded: Coded = code_none
 
 
 class ModelState:
@@ -148,7 +149,7 @@ class ModelState:
         self.layers = build_layers(self.backend, self.modules, self.options.pin, foresee, kept, self._store)
         self.blocks = tuple(dict.fromkeys(block for layer in self.layers for block in layer.blocks))
         self.trainable = tuple(block for block in self.blocks if block.kind == "trainable")
-        self.coded = self.options.coded_in(self.modules)
+        self.coded = self.options.coded(self.modules)
         self._divide(self.shards)
         if self.options.steps_in_backward:
             self._share_gradients()
@@ -165,14 +166,12 @@ class ModelState:
         for blocks in sharing(self.trainable):
             place = PassedMemory(self.backend, blocks[0].layout)
             for block in blocks:
-                assert block.gradient is not None
                 block.gradient.share(place)
 
     def keep_apart(self, blocks: Iterable[Block]) -> None:
         """Give these blocks separate gradient memory, since several tasks add to it; nothing may be running."""
         for block in blocks:
-            if block.gradient is not None:
-                block.gradient.move_out()
+            block.gradient.move_out()
 
     def _divide(self, shards: Owners) -> None:
         shards.assign([block.tensors for block in self.trainable])
@@ -220,7 +219,7 @@ class ModelState:
 
     def has_backs(self) -> bool:
         """Return whether all trained weights have second blocks."""
-        return all(block.back is not None for block in self.trainable)
+        return all(block.has_back for block in self.trainable)
 
     def settle_written(self, *, samples: bool = False) -> list[torch.Tensor]:
         """Let results take the place of what code outside the engine has written; return such parameters.
@@ -249,7 +248,7 @@ class ModelState:
         held = {
             tensor: block.gradient.view(index).clone()
             for block in self.trainable
-            if block.gradient is not None and not self.options.steps_in_backward and block not in kept
+            if not self.options.steps_in_backward and block not in kept
             for index, tensor in enumerate(block.tensors)
             if index in block.gradient.written
         }
@@ -259,7 +258,7 @@ class ModelState:
         self._take_over_unfrozen(trained)
         for block in self.trainable:
             for index, tensor in enumerate(block.tensors):
-                if block.gradient is not None and tensor in held:
+                if tensor in held:
                     block.gradient.put(index, held[tensor])
 
     def _move_halves(self, kept: Sequence[Block]) -> None:
@@ -272,19 +271,21 @@ class ModelState:
         }
         for tensor, master in self.masters.items():
             if is_split(master) and tensor not in staying:
-                upper, value = master.upper, places.get(tensor)
-                is_same = value is not None and can_split(value) and same_bits(upper, value)
-                master.move_to(value if is_same and value is not None else upper.clone())
+                upper = master.upper
+                is_same = tensor in places and can_split(places[tensor]) and same_bits(upper, places[tensor])
+                master.move_to(places[tensor] if is_same else upper.clone())
 
     def _take_over_unfrozen(self, trained: Set[torch.Tensor]) -> None:
         """Set masters from weights that were written while frozen. `trained`: parameters that were not frozen."""
         for block in self.trainable:
             for tensor, value in zip(block.tensors, block.values, strict=True):
-                master = self.masters.get(tensor)
-                if master is None or master.is_meta or tensor in trained:
-                    continue
-                if not torch.equal(published(master, value.dtype).to(value.dtype), value):
+                if tensor in self.masters and tensor not in trained and self._is_another(tensor, value):
                     self.set_master(tensor)
+
+    def _is_another(self, parameter: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether a weight is not what publication makes of its master."""
+        master = self.masters[parameter]
+        return not (master.is_meta or torch.equal(published(master, weight.dtype).to(weight.dtype), weight))
 
     def trainable_tensors(self) -> list[torch.Tensor]:
         """Return all trainable parameters."""
@@ -292,9 +293,7 @@ class ModelState:
 
     def lines(self) -> list[Turns]:
         """Return the turns of all blocks and gradients."""
-        return [block.turns for block in self.blocks] + [
-            block.gradient.turns for block in self.trainable if block.gradient is not None
-        ]
+        return [block.turns for block in self.blocks] + [block.gradient.turns for block in self.trainable]
 
     def refuse_stale(self, version: int) -> None:
         """Raise `Stale` if the weights are no longer those of `version`, which a forward has read."""
@@ -396,16 +395,15 @@ class ModelState:
 
     def may_be_behind(self) -> bool:
         """Return whether it may get second blocks, which masters in halves need if calls read older weights."""
-        has_memory = all(block.memory is not None for block in self.trainable)
+        has_memory = all(block.host.is_one_piece for block in self.trainable)
         return self.trains_halves() and self.double_buffer is not False and has_memory
 
     def place_halves(self, *, behind: bool) -> None:
         """Move upper halves, without their values, into the weights or, if `behind`, the second blocks."""
         for block in self.trainable:
-            values = block.back_values if behind and block.back is not None else block.values
-            for tensor, value in zip(block.tensors, values, strict=True):
-                master = self.masters.get(tensor)
-                if master is not None and is_split(master):
+            place = block.results if behind else block.host
+            for tensor, value in zip(block.tensors, place.values, strict=True):
+                if tensor in self.masters and is_split(master := self.masters[tensor]):
                     master.move_to(value)
 
     def has_results_apart(self) -> bool:
@@ -414,9 +412,9 @@ class ModelState:
 
     def set_master(self, parameter: torch.Tensor) -> None:
         """Set a parameter's master, if it has one, to its weight."""
-        if (master := self.masters.get(parameter)) is None:
+        if parameter not in self.masters:
             return
-        weight = parameter.detach()
+        master, weight = self.masters[parameter], parameter.detach()
         if is_split(master) and can_split(weight):
             master.start_from(weight)
         else:
@@ -429,7 +427,7 @@ class ModelState:
         # Masters in halves need none before the first asynchronous step.
         assert self.double_buffer is not None or self.options.master == "split"
         for block in self.trainable if self.double_buffer else ():
-            if block.memory is not None and block.back is None:
+            if block.host.is_one_piece and not block.has_back:
                 block.make_back(self.backend)
                 self._note_places(block)
 
@@ -438,23 +436,22 @@ class ModelState:
         for block in self.trainable:
             block.note_changed(range(len(block.tensors)))
 
-    def publish_codes(self, coded: Coded | None) -> None:
+    def publish_codes(self, coded: Coded) -> None:
         """Let the codes of other weights be published from now on; those that are there already stay."""
         self.options = replace(self.options, coded=coded)
-        self.coded = self.options.coded_in(self.modules)
+        self.coded = coded(self.modules)
 
     @torch.inference_mode(False)
     def make_codes(self) -> None:
         """Allocate the codes that are to be published; nothing may be running."""
         for block in self.trainable:
             indices = coded_indices(block.tensors, self.coded)
-            if indices and block.codes is None:
+            if indices and not block.codes.are_there:
                 block.make_codes(self.backend, CodedLayout(block.layout, indices))
 
     def _note_places(self, block: Block) -> None:
-        if block.back is not None:
-            for value, back in zip(block.values, block.back_values, strict=True):
-                self._places[back.data_ptr()] = value.data_ptr()
+        for value, back in zip(block.values, block.results.values, strict=True) if block.has_back else ():
+            self._places[back.data_ptr()] = value.data_ptr()
 
     def first_trainable(self) -> int:
         """Return the lowest layer that is trained; the number of layers if none is."""

@@ -173,7 +173,7 @@ def _check_memory(parts: Sequence[nn.Module], name: str, options: WrapOptions) -
         MappedFiles.now(),
         options=options.host,
         in_training_mode=any(part.training for part in parts),
-        coded=options.host.coded_in(parts),
+        coded=options.host.coded(parts),
     )
 
 

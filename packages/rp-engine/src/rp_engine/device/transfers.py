@@ -45,7 +45,7 @@ class Delivery:
         for block, memory, written, ticket in self.sums:
             with self._waiting("turn", "wait for gradients of {}", block):
                 ticket.enter()
-            if written and block.gradient is not None:
+            if written:
                 with self._traced(block, block.gradient.arriving_nbytes):
                     self._receive(block.gradient, memory, written)
             ticket.leave(conveyor.record())

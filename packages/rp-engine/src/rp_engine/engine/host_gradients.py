@@ -78,9 +78,8 @@ class HostGradients:
             for index in found:
                 block.tensors[index].grad = None
             return
-        if block.gradient is not None:
-            with own_turn(block.gradient.turns, write=True):
-                block.gradient.collect(found, block.tensors)
+        with own_turn(block.gradient.turns, write=True):
+            block.gradient.collect(found, block.tensors)
 
     def note_stepped(self) -> None:
         """Note that a step takes the gradients of all calls so far."""
@@ -95,8 +94,7 @@ class HostGradients:
         self._exposure.take_back()
         self._state.health.forget_gradients()
         for block in self._state.trainable:
-            if block.gradient is not None:
-                block.gradient.drop()
+            block.gradient.drop()
 
     def drop_all(self) -> None:
         """Like `drop`, with what code outside the engine has put into ``.grad`` since it was last collected."""

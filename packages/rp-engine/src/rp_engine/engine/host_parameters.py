@@ -97,7 +97,7 @@ class HostParameters:
             self.memory_check.check_wrapping,
             options=options,
             in_training_mode=any(module.training for module in modules),
-            coded=options.coded_in(modules),
+            coded=options.coded(modules),
         )
         shards = self._runtime.peers.shards()
         return ModelState(self.name, self._runtime.backend, modules, options, check_wrapping, shards)
@@ -308,7 +308,7 @@ class HostParameters:
 
         Raises `HostMemoryShort` if they have none yet, and there is no memory for them.
         """
-        if any(block.codes is None for block in blocks):
+        if not all(block.codes.are_there for block in blocks):
             self.memory_check.check_codes(self.state)
             self.drain()
             self.state.make_codes()
@@ -318,17 +318,16 @@ class HostParameters:
         if looks and not all(map(self._fits, blocks)):
             self.state.note_rewritten()
         for block in blocks:
-            if block.codes is not None and block.codes.stale:
+            if block.codes.stale:
                 # At the first call, and after code outside has written weights: publication keeps them current.
                 with own_turn(block.turns, write=True):
-                    touched = (block.codes.memory,)
                     self.state.backend.host_touch(
-                        read=block.host_tensors(), write=touched, what="codes of weights"
+                        read=block.host_tensors(), write=block.codes.memories, what="codes of weights"
                     )
                     block.codes.renew(block.values)
 
     def _fits(self, block: Block) -> bool:
-        if block.codes is None or block.codes.stale:
+        if block.codes.stale:
             return True
         with own_turn(block.turns, write=False):
             self.state.backend.host_touch(read=block.read_tensors(), what="a sample of codes")
@@ -428,7 +427,7 @@ class HostParameters:
             return False
         if any(forward.awaits_backward for forward in self._forwards):
             return True
-        return any(block.gradient is not None and i in block.gradient.written for block, i in self.state.frozen())
+        return any(i in block.gradient.written for block, i in self.state.frozen())
 
     def _rebuild(self, kept: Sequence[Block] = ()) -> None:
         """Rebuild all blocks but those `kept` over the layers' current tensors; nobody may use the old ones."""

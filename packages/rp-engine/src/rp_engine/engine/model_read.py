@@ -90,11 +90,11 @@ def held_by(states: Iterable[ModelState], *, is_behind: bool = False) -> Iterato
         for block in state.blocks:
             # A parameter that was frozen later keeps a master that nothing uses.
             masters = state.masters if block.kind == "trainable" else {}
-            is_gathered = state.shards.is_divided and is_behind and block.back is not None
-            results = block.back_values if is_gathered else [None] * len(block.values)
+            is_gathered = state.shards.is_divided and is_behind and block.has_back
+            results = block.results.values if is_gathered else [None] * len(block.values)
             for tensor, value, result in zip(block.tensors, block.values, results, strict=True):
                 owner = state.shards.owner(tensor) if block.kind == "trainable" else 0
-                is_master = state.options.master == "split" and block.back is None and can_split(value)
+                is_master = state.options.master == "split" and not block.has_back and can_split(value)
                 yield ModelTensor(tensor, block.kind, value, masters.get(tensor), result, owner, is_master)
 
 

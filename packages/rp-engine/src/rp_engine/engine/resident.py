@@ -116,7 +116,7 @@ class Resident(HostParameters):
     def _note_written(self) -> None:
         # The engine writes past the version counters that tell autograd that a saved weight was overwritten.
         for block in self.state.trainable:
-            block.note_written()
+            block.note_written(set(map(id, block.tensors)))
         for block in self._shared_blocks():
             block.note_written(set(self._shared))
 

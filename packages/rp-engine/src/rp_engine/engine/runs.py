@@ -11,7 +11,7 @@ from rp_packing import Decision, Fp8
 from rp_recompute.randomness import Randomness, draw_seed, may_draw_seed, peek_seed
 from rp_sched import Mode, Task
 from rp_state.block import Block
-from rp_state.model_state import HostOptions
+from rp_state.model_state import HostOptions, code_none
 from torch import nn
 
 from rp_engine.device.compiling import CompileOptions, Compiler
@@ -222,13 +222,13 @@ class Runs:
         """Return how layers multiply; once that is decided for FP8, have codes of weights published."""
         refuse_call(config.compute)
         found, state = self.auto_compute.resolved(config.compute), self.host.state
-        is_new = config.compute == "auto" and state.options.coded is None
+        is_new = config.compute == "auto" and state.options.coded is code_none
         if not (is_new and isinstance(found, Fp8) and found.uploads_codes):
             return found
         state.publish_codes(coded_by(found))
         if self.host.memory_check.has_room_for_codes(state):
             return found
-        state.publish_codes(None)
+        state.publish_codes(code_none)
         reason = "; weights travel in bf16, since host memory has no room for their codes"
         decision, cast = self.auto_compute.decision, replace(found, uploads="bf16")
         assert decision is not None

@@ -40,26 +40,24 @@ class CallTurns:
 
     def _of_gradients(self, task: Task, blocks: Sequence[Block], take: Take) -> dict[Block, Ticket]:
         turns: dict[Block, Ticket] = {}
-        for block in in_turn(blocks) if task.adds_gradients and not self.drops_gradients else ():
-            if block.gradient is not None:
-                turns[block] = take(block.gradient.turns, write=True)
-                if block.passes_gradients_on:
-                    # Before the turn of the next block that uses the memory.
-                    self.of_step[block] = take(block.gradient.turns, write=True)
+        for block in _trained(blocks) if task.adds_gradients and not self.drops_gradients else ():
+            turns[block] = take(block.gradient.turns, write=True)
+            if block.passes_gradients_on:
+                # Before the turn of the next block that uses the memory.
+                self.of_step[block] = take(block.gradient.turns, write=True)
         return turns
 
     def take_step(self, tasks: Sequence[Task]) -> None:
         """Take the step's other turns: a block that several tasks add to is complete at the end of the last."""
         order: dict[Block, None] = {}
         for task in tasks:
-            for block in in_turn(self._blocks_of(task)) if task.adds_gradients else ():
-                if block.gradient is not None:
-                    order.pop(block, None)
-                    order[block] = None
+            for block in _trained(self._blocks_of(task)) if task.adds_gradients else ():
+                order.pop(block, None)
+                order[block] = None
         order.update(dict.fromkeys(self._state.trainable))
         with taking_tickets() as take:
             for block in order:
-                if block.gradient is not None and block not in self.of_step:
+                if block not in self.of_step:
                     self.of_step[block] = take(block.gradient.turns, write=True)
         self.of_step = {block: self.of_step[block] for block in order}
 
@@ -71,3 +69,7 @@ class CallTurns:
     def _blocks_of(self, task: Task) -> list[Block]:
         layers = self._state.layers
         return list(dict.fromkeys(block for layer in task.layers for block in layers[layer].blocks))
+
+
+def _trained(blocks: Sequence[Block]) -> list[Block]:
+    return in_turn(block for block in blocks if block.kind == "trainable")

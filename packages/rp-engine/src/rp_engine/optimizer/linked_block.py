@@ -82,9 +82,8 @@ class LinkedBlock:
         self._results = results
         self._share = share
         self._tracer = tracer
-        assert block.gradient is not None
         self.block = block
-        self.gradient: Gradient = block.gradient
+        self.gradient = block.gradient
         self._state = state
         self._ticket = ticket
         self._arrived = False
@@ -175,7 +174,7 @@ class LinkedBlock:
         self.waited_s += time.perf_counter() - begun
         self._arrived = True
         if held := self.gradient.blocks():
-            written = held if self.block.back is None else [*held, *self.block.written_tensors()]
+            written = [*held, *self.block.written_tensors()] if self.block.has_back else held
             self._state.backend.host_touch(read=held, write=written, what="the step's gradients")
         self._unread = set(self.gradient.written)
         if not self._unread:
@@ -243,11 +242,11 @@ class LinkedBlock:
         self._arriving.check_complete()
 
     def _destination(self, index: int) -> torch.Tensor | None:
-        if self.block.back is None:
+        if not self.block.has_back:
             return self._in_place(index) if is_split(self._linked[index]) else None
         # A parameter with other strides, such as channels-last, is written when it is published.
-        there = self.block.back_values[index].is_contiguous()
-        return self.block.back_values[index] if there else None
+        there = self.block.results.values[index]
+        return there if there.is_contiguous() else None
 
     def _in_place(self, index: int) -> torch.Tensor:
         """Return the weight that calls read, after all calls that were launched before the step have read it."""

@@ -50,9 +50,7 @@ class StepQueue:
         before = self._publication(take) if state.unpublished else self._no_publication
         is_consuming = gradients is not None
         if gradients is None:
-            gradients = {
-                block: take(block.gradient.turns, write=True) for block in state.trainable if block.gradient
-            }
+            gradients = {block: take(block.gradient.turns, write=True) for block in state.trainable}
         after = self._no_publication if is_async else self._publication(take)
         # Until `note_launched` knows better: publishing once too often changes nothing.
         state.unpublished = True

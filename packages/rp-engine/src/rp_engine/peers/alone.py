@@ -207,7 +207,6 @@ class OwnGradients:
     """One block's gradients in a step of one machine: see `StepGradients`."""
 
     def __init__(self, state: ModelState, block: Block, ticket: Ticket, num_runs: int) -> None:
-        assert block.gradient is not None
         self._gradient = block.gradient
         self._state = state
         self._ticket = ticket

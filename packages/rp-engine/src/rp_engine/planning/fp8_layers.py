@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from functools import partial
 
 from rp_packing import Fp8, by_name, choose, codes_bytes, fp8_refusal, only_multiplied
 from rp_state.block import Block
+from rp_state.model_state import Coded, code_none
 from torch import nn
 
 from rp_engine.device.entrance import entrance_of
@@ -52,10 +53,10 @@ def recipe_of(compute: Compute | Fp8 | None) -> Fp8 | None:
     return Fp8() if compute == "fp8" else None
 
 
-def coded_by(compute: Compute | Fp8 | None) -> Callable[[Sequence[nn.Module]], frozenset[int]] | None:
-    """Return what tells the weights of modules whose codes are published, see `HostOptions`; None if none are."""
+def coded_by(compute: Compute | Fp8 | None) -> Coded:
+    """Return what tells the weights of modules whose codes are published, see `HostOptions`."""
     recipe = recipe_of(compute)
-    return None if recipe is None or not recipe.uploads_codes else partial(_coded, recipe)
+    return partial(_coded, recipe) if recipe and recipe.uploads_codes else code_none
 
 
 def _coded(recipe: Fp8, modules: Sequence[nn.Module]) -> frozenset[int]:

@@ -75,7 +75,7 @@ class Pricing:
     def priced(self, timer: ModelTimer, limits: Limits) -> Limits:
         """Return `limits` with measured rates, for plans from measured times."""
         # The first step may make second blocks.
-        is_double = any(block.back is not None for block in self._state.trainable)
+        is_double = any(block.has_back for block in self._state.trainable)
         host = replace(self._host, double_buffer=is_double, launch_gil_share=timer.launch_gil_share)
         if self._state.trains_halves() and not is_double:
             host = in_place(host)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -71,18 +73,11 @@ class CodedLayout:
         return tuple(found)
 
     def _runs(self) -> Iterator[tuple[int, int]]:
-        start = stop = None
-        coded = set(self.indices)
-        for index, span in enumerate(self.layout.extents):
-            if index in coded:
-                if start is not None and stop is not None:
-                    yield start, stop
-                start = stop = None
-            elif span.numel:
-                start = span.offset if start is None else start
-                stop = span.offset + span.numel
-        if start is not None and stop is not None:
-            yield start, stop
+        filled = ((index in self.indices, span) for index, span in enumerate(self.layout.extents) if span.numel)
+        for is_coded, found in groupby(filled, key=itemgetter(0)):
+            spans = [span for _, span in found]
+            if not is_coded:
+                yield spans[0].offset, spans[-1].offset + spans[-1].numel
 
     @cached_property
     def nbytes(self) -> int:

@@ -37,7 +37,7 @@ class Claim:
             # The other model may have been dropped without being collected yet.
             gc.collect()
         for parameter, name in named.items():
-            if (other := self._other(parameter)) is not None:
+            if other := self._other(parameter):
                 raise ValueError(
                     f"parameter {name} already belongs to the RoundPipe model {other.name!r}; put both parts "
                     "into one model, give each a copy, or drop the other model first"
@@ -51,11 +51,7 @@ class Claim:
         return id(parameter) in self._held
 
     def _other(self, parameter: torch.Tensor) -> Claim | None:
-        reference = cast("weakref.ref[Claim]", _CLAIMS[parameter]) if parameter in _CLAIMS else None
-        claim = None if reference is None else reference()
-        if claim is None or claim is self:
-            return None
-        return claim if claim.holds(parameter) else None
+        return next((claim for claim in _claims(parameter) if claim is not self), None)
 
 
 def owner_of(parameter: torch.Tensor) -> str | None:
@@ -66,10 +62,13 @@ def owner_of(parameter: torch.Tensor) -> str | None:
     >>> owner_of(layer.weight), owner_of(nn.Linear(2, 2).weight)
     ('first', None)
     """
-    found = _CLAIMS.get(parameter)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    reference = cast("weakref.ref[Claim] | None", found)
-    claim = None if reference is None else reference()
-    return claim.name if claim is not None and claim.holds(parameter) else None
+    return next((claim.name for claim in _claims(parameter)), None)
+
+
+def _claims(parameter: torch.Tensor) -> list[Claim]:
+    """Return the claim of the model that owns a parameter, or nothing."""
+    references = cast("list[weakref.ref[Claim]]", [_CLAIMS[parameter]] if parameter in _CLAIMS else [])
+    return [claim for reference in references if (claim := reference()) and claim.holds(parameter)]
 
 
 _CLAIMS: WeakIdKeyDictionary = WeakIdKeyDictionary()

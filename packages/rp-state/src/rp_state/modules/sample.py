@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from rp_transfer import Layout
 
@@ -9,31 +12,49 @@ from rp_transfer import Layout
 _COUNT = 16
 
 
+class Sampling(Protocol):
+    """What is known of a block's tensors beside their version counters. `memories`: the block's memory."""
+
+    def take(self, memories: Sequence[torch.Tensor]) -> None: ...
+    def changed(self, memories: Sequence[torch.Tensor]) -> list[int]: ...
+
+
+class NoSample:
+    """Of tensors that nobody samples: nothing is seen of them. See `Sampling`."""
+
+    def take(self, memories: Sequence[torch.Tensor]) -> None:
+        """Nothing."""
+
+    def changed(self, memories: Sequence[torch.Tensor]) -> list[int]:
+        """None are seen."""
+        return []
+
+
 class Sample:
-    """Numbers of a block's tensors, as they were when `take` was last called.
+    """Numbers of a block's tensors, which lie in one piece of memory, as they were when last taken.
 
     >>> layout = Layout.of([torch.zeros(40), torch.zeros(3)])
-    >>> memory, sample = torch.zeros(layout.numel), Sample(layout)
-    >>> sample.take(memory)
-    >>> layout.views(memory)[1].fill_(2.0).tolist(), sample.changed(memory)
+    >>> memory = torch.zeros(layout.numel)
+    >>> sample = Sample(layout, [memory])
+    >>> layout.views(memory)[1].fill_(2.0).tolist(), sample.changed([memory])
     ([2.0, 2.0, 2.0], [1])
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, memories: Sequence[torch.Tensor]) -> None:
         filled = [(index, one.offset, one.numel) for index, one in enumerate(layout.extents) if one.numel]
         self._indices = [index for index, _, _ in filled]
         places = [_places(offset, numel) for _, offset, numel in filled]
         self._places = torch.cat(places) if places else torch.empty(0, dtype=torch.int64, device="cpu")
-        self._taken: torch.Tensor | None = None
+        self.take(memories)
 
-    def take(self, memory: torch.Tensor) -> None:
-        """Take a sample of the tensors as they are now. `memory`: the block's, (numel,)."""
-        self._taken = self._bits(memory)
+    def take(self, memories: Sequence[torch.Tensor]) -> None:
+        """Take a sample of the tensors as they are now. `memories`: one, (numel,)."""
+        self._taken = self._bits(*memories)
 
-    def changed(self, memory: torch.Tensor) -> list[int]:
+    def changed(self, memories: Sequence[torch.Tensor]) -> list[int]:
         """Return the indices of the tensors whose numbers are others now."""
-        now = self._bits(memory)
-        if self._taken is None or torch.equal(now, self._taken):
+        now = self._bits(*memories)
+        if torch.equal(now, self._taken):
             return []
         differs = (now != self._taken).view(len(self._indices), -1).any(1)
         return [index for index, is_other in zip(self._indices, differs, strict=True) if is_other]

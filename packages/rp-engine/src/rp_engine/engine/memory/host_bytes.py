@@ -100,8 +100,9 @@ def given_to(states: Sequence[ModelState]) -> int:
     """Bytes that the backend allocated for these models' blocks; tensors left in their own memory do not count."""
     # Blocks may be allocated or released by other threads meanwhile.
     blocks = [block for state in states for block in state.blocks]
-    memory = sum(block.memory.nbytes for block in blocks if block.memory is not None)
-    return memory + sum(_beside_weights(block).total for block in blocks)
+    return sum(block.host.allocated_bytes for block in blocks) + sum(
+        _beside_weights(block).total for block in blocks
+    )
 
 
 def needed_by(
@@ -142,7 +143,7 @@ def _masters_bytes(found: Sequence[Group | Block], options: HostOptions, shards:
 
 def _passed_on(found: Sequence[Group | Block]) -> set[int]:
     """The blocks, by identity, whose gradients lie in another one's memory, in turn."""
-    blocks = {id(one) for one in found if isinstance(one, Block) and not (one.gradient and one.gradient.counts)}
+    blocks = {id(one) for one in found if isinstance(one, Block) and not one.gradient.counts}
     groups = sharing(one for one in found if isinstance(one, Group))
     return blocks | {id(one) for shared in groups for one in shared[1:]}
 
@@ -175,10 +176,9 @@ def gradient_bytes(block: Group | Block, additions: int) -> int:
     [16, 32, 32]
     """
     layout = block.layout
-    if isinstance(block, Block) and block.gradient is not None and block.gradient.place is not None:
-        return block.gradient.place.largest_nbytes
     most = 1 if sum_dtype(layout.dtype) == layout.dtype else 2
-    return min(additions, most) * layout.nbytes
+    own = min(additions, most) * layout.nbytes
+    return block.gradient.memory.most_bytes(own) if isinstance(block, Block) else own
 
 
 def _trained(block: Group | Block, shards: Owners) -> list[torch.Tensor]:
@@ -212,9 +212,9 @@ def _held(block: Block) -> HostBytes:
 def _beside_weights(block: Block) -> HostBytes:
     """Bytes of the second block, of codes, and of the gradients."""
     return HostBytes(
-        second_blocks=0 if block.back is None else block.back.nbytes,
-        codes=0 if block.codes is None else block.codes.nbytes,
-        gradients=0 if block.gradient is None else block.gradient.nbytes,
+        second_blocks=block.results.allocated_bytes if block.has_back else 0,
+        codes=block.codes.nbytes,
+        gradients=block.gradient.nbytes,
     )
 
 
@@ -229,7 +229,7 @@ def _needed(
 ) -> HostBytes:
     if options.frozen is not None and goes_to_disk(block):
         return HostBytes()
-    is_moved = moves(block, options.pin) if isinstance(block, Group) else block.memory is not None
+    is_moved = moves(block, options.pin) if isinstance(block, Group) else block.host.is_one_piece
     nbytes = layout_bytes = block.layout.nbytes
     if not is_moved:
         nbytes = sum(tensor.nbytes for tensor in block.tensors)

@@ -300,7 +300,7 @@ def _growth(moving: Sequence[Group], files: MappedFiles) -> tuple[int, int]:
 def _is_complete(state: ModelState) -> bool:
     """Whether the model has all masters and second blocks that training takes."""
     has_masters = all(parameter in state.masters for parameter in state.trainable_tensors())
-    has_second = all(block.back is not None for block in state.trainable if block.memory is not None)
+    has_second = all(block.has_back for block in state.trainable if block.host.is_one_piece)
     is_decided = state.double_buffer is not None or state.trains_halves()
     return has_masters and is_decided and (has_second or not state.double_buffer)
 
@@ -311,7 +311,6 @@ def _will_train(state: ModelState) -> bool:
 
 def _missing_gradients(block: Block, additions: int) -> int:
     """Bytes of gradient blocks that are not allocated yet."""
-    assert block.gradient is not None
     if not block.gradient.counts:
         return 0
     return max(gradient_bytes(block, additions) - block.gradient.nbytes, 0)

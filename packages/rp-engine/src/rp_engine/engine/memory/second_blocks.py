@@ -48,7 +48,7 @@ def want_for_step(name: str, state: ModelState, *, is_async: bool) -> None:
     """
     if not is_async or not state.trains_halves():
         return
-    if state.double_buffer is False or any(block.memory is None for block in state.trainable):
+    if state.double_buffer is False or not all(block.host.is_one_piece for block in state.trainable):
         raise ValueError(
             f'an asynchronous step of model {name!r} needs second weight blocks with master="split", '
             "since calls still read the weights that it would overwrite, but "
