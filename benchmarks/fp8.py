@@ -267,6 +267,7 @@ def loss(options: argparse.Namespace) -> None:
             measured = {
                 "held_out": found.held_out[-1][1],
                 "last_losses": statistics.mean(found.losses[-max(1, steps // 20) :]),
+                "median_step_seconds": statistics.median(found.step_seconds),
                 "seconds": time.perf_counter() - began,
             }
             lines.append(line | measured)

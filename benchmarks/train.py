@@ -56,7 +56,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(index)
     step, finish, devices = ENGINES[args.engine](workload, model)
-    losses, seconds = _measure(step, batches(size, workload.batch, workload.sequence), args)
+    losses, first, seconds = _measure(step, batches(size, workload.batch, workload.sequence), args)
     found = finish()
     tokens = workload.batch * workload.sequence
     rate = tokens / statistics.median(seconds)
@@ -68,6 +68,7 @@ def main() -> None:
                 "cap_gb": args.cap_gb,
                 "gpus": devices,
                 "tokens_per_s": round(rate),
+                "warmup_seconds": [round(s, 2) for s in first],
                 "seconds": [round(s, 4) for s in seconds],
                 "model_tflops_per_gpu": round(rate * size.flops_per_token(workload.sequence) / devices / 1e12, 1),
                 "peak_device_gb": _device_peaks(),
@@ -85,13 +86,14 @@ def main() -> None:
 
 def _measure(
     step: Callable[[torch.Tensor], float], batch: Callable[[], torch.Tensor], args: argparse.Namespace
-) -> tuple[list[float], list[float]]:
+) -> tuple[list[float], list[float], list[float]]:
     losses: list[float] = []
-    ends: list[float] = []
+    ends = [time.perf_counter()]
     for _ in range(args.warmup + args.steps):
         losses.append(step(batch()))
         ends.append(time.perf_counter())
-    return losses, [after - before for before, after in pairwise(ends[args.warmup - 1 :])]
+    taken = [after - before for before, after in pairwise(ends)]
+    return losses, taken[: args.warmup], taken[args.warmup :]
 
 
 def _device_peaks() -> list[float]:

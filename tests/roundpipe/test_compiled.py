@@ -155,6 +155,23 @@ def test_on_a_gpu_kernels_are_launched_from_cpp(graphs: list[bool], caplog: pyte
     assert not _warnings(caplog)
 
 
+def test_what_launches_a_gpus_kernels_asks_for_no_vector_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    codecache = importlib.import_module("torch._inductor.codecache")
+    isa = importlib.import_module("torch._inductor.cpu_vec_isa")
+    monkeypatch.setattr(isa, "pick_vec_isa", lambda: "usual")
+    monkeypatch.setattr(codecache, "pick_vec_isa", isa.pick_vec_isa)
+    compiling._ask_of_vectors_by_thread.cache_clear()
+    try:
+        with compiling._any_processor(), ThreadPoolExecutor(1) as other:
+            for module in (codecache, isa):
+                assert module.pick_vec_isa() is isa.invalid_vec_isa
+                # What the user compiles for the CPU meanwhile.
+                assert other.submit(module.pick_vec_isa).result() == "usual"
+        assert codecache.pick_vec_isa() == "usual"
+    finally:
+        compiling._ask_of_vectors_by_thread.cache_clear()
+
+
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if record.name == compiling.__name__]
 

@@ -64,7 +64,7 @@ def test_weights_in_other_numbers_and_other_calls_are_refused(two: Runtime) -> N
 @pytest.mark.cuda
 def test_gpus_train_so_about_as_with_fp32_sums() -> None:
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 4)).half()
+    layers = nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 3)).half()
     with Runtime("cuda:0") as runtime:
         usual = trained(copy.deepcopy(layers), runtime)
         found = trained(layers, runtime, compute="fp16-sums")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, cast
 
@@ -81,7 +82,7 @@ def launched_from_cpp(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any
     inductor = _inductor()
     if not any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs):
         return inductor.compile_fx(graph, inputs)
-    with _COMPILING, inductor.config.patch(cpp_wrapper=True):
+    with _COMPILING, _any_processor(), inductor.config.patch(cpp_wrapper=True):
         return inductor.compile_fx(graph, inputs, inner_compile=_with_cpp)
 
 
@@ -90,7 +91,7 @@ def _with_cpp(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
     inductor = _inductor()
     # Compiling changes the graph.
     untouched = copy.deepcopy(graph)
-    with _COMPILING:
+    with _COMPILING, _any_processor():
         try:
             # Torch 2.11 and 2.12 compile backward when it first runs, by then without these settings.
             with inductor.config.patch(cpp_wrapper=True), inductor.config.patch(inductor.get_cpp_wrapper_config()):
@@ -99,6 +100,39 @@ def _with_cpp(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
             _warn_of_python(f"{type(error).__name__}: {error}".splitlines()[0])
             with inductor.config.patch(cpp_wrapper=False):
                 return inductor.compile_fx_inner(untouched, inputs, **{**options, "cpp_wrapper": False})
+
+
+@contextmanager
+def _any_processor() -> Generator[None]:
+    """Have C++ that this thread compiles use no vector instructions.
+
+    What launches a GPU's kernels has no use for them. To know which there are, torch compiles a program for each
+    kind and starts Python to load it, in a process's first compilation.
+    """
+    _ask_of_vectors_by_thread()
+    before = getattr(_THREAD, "uses_no_vectors", False)
+    _THREAD.uses_no_vectors = True
+    try:
+        yield
+    finally:
+        _THREAD.uses_no_vectors = before
+
+
+@cache
+def _ask_of_vectors_by_thread() -> None:
+    # Torch has no setting for it.
+    from torch._inductor import codecache, cpu_vec_isa
+
+    usual = cpu_vec_isa.pick_vec_isa
+
+    def pick_vec_isa() -> cpu_vec_isa.VecISA:
+        return cpu_vec_isa.invalid_vec_isa if getattr(_THREAD, "uses_no_vectors", False) else usual()
+
+    # What writes code and what compiles it must agree.
+    codecache.pick_vec_isa = cpu_vec_isa.pick_vec_isa = pick_vec_isa
+
+
+_THREAD = threading.local()
 
 
 @cache
