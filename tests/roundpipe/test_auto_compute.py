@@ -22,6 +22,7 @@ from roundpipe import (
     wrap_model_to_roundpipe,
 )
 from roundpipe.optim import AdamW
+from rp_engine.device.compiling import compiler_of
 from rp_engine.planning import auto_compute
 from rp_packing import Shape, candidates
 from rp_transfer import HostLimit
@@ -38,15 +39,12 @@ class Told:
         self.times = list(times)
         self.asked: list[tuple[Sequence[Shape], int, int]] = []
 
-    def __call__(
-        self, lane: Any, shapes: Sequence[Shape], recipes: Sequence[Fp8 | None], rows: int, calls: int
-    ) -> dict[Fp8 | None, float]:
-        del lane
-        self.asked.append((shapes, rows, calls))
+    def __call__(self, trial: auto_compute.Trial) -> dict[Fp8 | None, float]:
+        self.asked.append((trial.shapes, trial.rows, trial.calls))
         if isinstance(error := self.times[0], BaseException):
             del self.times[0]
             raise error
-        return dict(zip(recipes, self.times, strict=False))  # type: ignore[arg-type]
+        return dict(zip(trial.recipes, self.times, strict=False))  # type: ignore[arg-type]
 
 
 BF16, FULL, PART = partial(Told, 8.0, 7.9, 8.1), partial(Told, 8.0, 6.0, 7.0), partial(Told, 8.0, 7.0, 6.0)
@@ -259,13 +257,13 @@ def test_a_model_in_parts_decides_in_its_first_forward_with_gradients() -> None:
     assert all(map(torch.equal, gradients("auto"), gradients("fp8")))
 
 
-@pytest.mark.parametrize("options", [None, pytest.param({}, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("options", [False, pytest.param({}, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 def test_products_are_measured_on_a_device(options: Any) -> None:
     with Runtime("cpu:1") as runtime:
         (lane,) = runtime.lanes
         recipes = candidates(trains_weights=True)
         shapes = [Shape(48, 32, True, 3), Shape(32, 48, False, 1)]
-        times = auto_compute.on_lane(lane, partial(auto_compute.timed, options, lane, shapes, recipes, 64, 4))
+        times = auto_compute.timed(compiler_of(options, 1), auto_compute.Trial(lane, shapes, recipes, 64, 4))
 
     assert set(times) == set(recipes)
     assert all(ms > 0 for ms in times.values())

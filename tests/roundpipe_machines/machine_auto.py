@@ -26,10 +26,9 @@ def _trained(runtime: Runtime, times: list[float], refusal: str | None) -> dict[
     model = wrapped(runtime, layers, microbatches=4, optim_dtype=torch.float32, compute="auto")
     auto, asked = model.engine.auto_compute, list[tuple[int, int]]()
 
-    def measure(lane: Any, shapes: Any, recipes: Any, rows: int, calls: int) -> Any:
-        del lane, shapes
-        asked.append((rows, calls))
-        return dict(zip(recipes, times, strict=False))
+    def measure(trial: Any) -> Any:
+        asked.append((trial.rows, trial.calls))
+        return dict(zip(trial.recipes, times, strict=False))
 
     auto.measure = measure
     auto.refusal = lambda: refusal

@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -24,13 +24,37 @@ _LOG = logging.getLogger(__name__)
 CompileOptions = Mapping[str, Any]
 
 
-class Compiler:
+_Body = TypeVar("_Body", bound=Callable[..., Any])
+
+
+class Eager:
+    """Leaves all twins of a model as they are."""
+
+    compiles: bool = False
+
+    def raise_limits(self) -> None:
+        """Prepare the calling thread for layers that run for the first time."""
+
+    def compile(self, twin: nn.Module) -> None:
+        """Make a twin run as all others do."""
+
+    def compiled(self, body: _Body) -> _Body:
+        """Return a function that runs as twins do."""
+        return body
+
+
+EAGER = Eager()
+
+
+class Compiler(Eager):
     """Compiles all twins of a model with the same options.
 
     Args:
         options: arguments of `torch.compile`, such as ``{"mode": "max-autotune-no-cudagraphs"}``.
         num_devices: multiplies the compiler's recompile limits, since each device needs its own variants.
     """
+
+    compiles: bool = True
 
     def __init__(self, options: CompileOptions, num_devices: int) -> None:
         self._options = dict(options)
@@ -50,21 +74,34 @@ class Compiler:
         A layer names submodules in an attribute ``compiled_submodules`` if the code around them differs from layer
         to layer.
         """
-        names: Sequence[str] | None = getattr(twin, "compiled_submodules", None)
-        for part in [twin] if names is None else map(twin.get_submodule, names):
+        # Its own name is empty.
+        names: Sequence[str] = getattr(twin, "compiled_submodules", [""])
+        for part in map(twin.get_submodule, names):
             part.compile(**self._options)  # pyright: ignore[reportUnknownMemberType] - torch leaves its types open
 
+    def compiled(self, body: _Body) -> _Body:
+        """Compile a function of the modules it is given, with a variant for each of their shapes."""
+        # A variant for any shape would be slower, and layers have none.
+        options: Any = {"dynamic": False, **self._options}
+        return cast(_Body, torch.compile(body, **options))
 
-def options_of(compile_layers: object) -> CompileOptions | None:
-    """Arguments of `torch.compile` for a `compile_layers` setting; None if layers are not compiled.
 
-    >>> options_of(False), options_of({"dynamic": False})
-    (None, {'dynamic': False})
+def compiler_of(compile_layers: object, num_devices: int) -> Eager:
+    """Return what compiles twins for a `compile_layers` setting.
+
+    >>> compiler_of(False, 1).compiles, compiler_of({"dynamic": False}, 1).compiles
+    (False, True)
 
     `True` stands for `launched_from_cpp` as the backend. Raises `TypeError` for anything but a bool or a dict.
     """
-    if isinstance(compile_layers, bool):
-        return {"backend": launched_from_cpp} if compile_layers else None
+    if compile_layers is False:
+        return EAGER
+    return Compiler(_options_of(compile_layers), num_devices)
+
+
+def _options_of(compile_layers: object) -> CompileOptions:
+    if compile_layers is True:
+        return {"backend": launched_from_cpp}
     if not isinstance(compile_layers, Mapping):
         raise TypeError(
             f"compile_layers must be a bool or a dict of arguments of torch.compile, but is {compile_layers!r}"

@@ -24,7 +24,7 @@ from rp_state.gradient import sum_dtype
 from rp_state.layers import LayerState
 from rp_state.modules.signature import has_hooks as is_hooked
 
-from rp_engine.device.compiling import Compiler
+from rp_engine.device.compiling import EAGER, Eager
 from rp_engine.device.entrance import entrance_of
 from rp_engine.device.lazy_hooks import register_lazy_hooks
 from rp_engine.device.memory.fp8_twins import Fp8Products, Fp8Twins
@@ -75,9 +75,7 @@ def hooks_of(module: torch.nn.Module) -> Iterator[object]:
 class Twins:
     """One model's layers on one device. The calling thread builds them, the device's thread uses them."""
 
-    def __init__(
-        self, device: torch.device, layers: Sequence[LayerState], compiler: Compiler | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, layers: Sequence[LayerState], compiler: Eager = EAGER) -> None:
         self._device = device
         self._compiler = compiler
         self._layers = layers
@@ -116,8 +114,7 @@ class Twins:
         """Build the missing and the spoilt twins of these layers, on the thread that makes the call."""
         if "peft" in sys.modules:
             cache_by_thread()
-        if self._compiler is not None:
-            self._compiler.raise_limits()
+        self._compiler.raise_limits()
         # A twin outlives this call. Built under the caller's inference mode, its tensors could never be trained.
         with torch.inference_mode(False):
             for index in indices:
@@ -292,8 +289,7 @@ class Twins:
 
     def _built(self, layer: LayerState) -> torch.nn.Module:
         twin = self._copy(layer)
-        if self._compiler is not None:
-            self._compiler.compile(twin)
+        self._compiler.compile(twin)
         return twin
 
     def _copy(self, layer: LayerState) -> torch.nn.Module:

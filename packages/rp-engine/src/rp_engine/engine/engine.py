@@ -14,12 +14,12 @@ from rp_state.model_state import HostOptions
 from rp_telemetry.tracing import in_call
 from torch import nn
 
-from rp_engine.device.compiling import options_of
+from rp_engine.device.compiling import compiler_of
 from rp_engine.device.packet import Packet
 from rp_engine.device.whole_process.forward_mode import take_turns_in_levels
 from rp_engine.engine.beside.calls_aside import CallsAside
 from rp_engine.engine.runs import Runs, warn_of_shortages
-from rp_engine.engine.step_during import StepDuring
+from rp_engine.engine.step_during import NO_STEP, NoStep
 from rp_engine.errors import RoundPipeError, in_words
 from rp_engine.execution.autograd import Gradients, connect
 from rp_engine.execution.batch import Batch
@@ -56,12 +56,12 @@ class Engine:
         *,
         compile_layers: bool | Mapping[str, Any] = False,
     ) -> None:
-        compile_options = options_of(compile_layers)
+        compiler = compiler_of(compile_layers, len(runtime.lanes))
         take_turns_in_levels()
         self._name = name
         self._runtime = runtime
-        self.is_compiled = compile_options is not None
-        self._runs = Runs(name, modules, runtime, options or HostOptions(), compile_options)
+        self.is_compiled = compiler.compiles
+        self._runs = Runs(name, modules, runtime, options or HostOptions(), compiler)
         self.aside = CallsAside(name, runtime, self._runs)
         self.host = self._runs.host
         self.planner = self._runs.planner
@@ -261,11 +261,11 @@ class Engine:
         config: RoundPipeRunConfig,
         *,
         keep: bool,
-        step: StepDuring | None = None,
+        step: NoStep = NO_STEP,
     ) -> tuple[Losses, list[Any]]:
         """Return the sums of the losses, and the outputs of all microbatches if `keep`.
 
-        `step`: the step that takes the gradients as they arrive; None: they are kept.
+        `step`: the step that takes the gradients as they arrive, if there is one.
         """
         with self.telling():
             whole = Batch.of(parts, arrivals, labels)
@@ -287,7 +287,7 @@ class Engine:
         loss_fn: LossFn,
         *,
         keep: bool,
-        step: StepDuring | None,
+        step: NoStep,
     ) -> tuple[Callable[[], Losses], list[Packet], list[Packet]]:
         """Return what sums the losses, the outputs if `keep`, and the gradients of the inputs that require grad.
 
@@ -297,17 +297,14 @@ class Engine:
             with shared.telling():
                 numbers = shared.numbers(_always)
                 _refuse_divided(batch, shared, keep=keep)
-                if step is not None:
-                    step.prepare()
+                step.prepare()
                 run = self._start_training(batch, config, loss_fn, keep=keep, numbers=numbers, step=step)
                 try:
                     losses, outputs = run.losses(), run.outputs(wait=config.merge_output is not False)
                     grads = run.input_grads()
-                    if step is not None:
-                        step.finish()
+                    step.finish()
                 except BaseException as error:
-                    if step is not None:
-                        step.explain(error, is_over=run.aborted)
+                    step.explain(error, is_over=run.aborted)
                     raise
                 warn_of_shortages(run)
             return self._losses_of_all(run, shared, losses), outputs, grads
@@ -326,7 +323,7 @@ class Engine:
         numbers: Numbers | None = None,
         *,
         keep: bool,
-        step: StepDuring | None = None,
+        step: NoStep = NO_STEP,
     ) -> Run:
         """Start a training call. Raises `RoundPipeError` if there is nothing to train."""
         self.host.get_ready(training=True)

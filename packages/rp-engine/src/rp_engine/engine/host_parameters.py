@@ -38,20 +38,20 @@ class Forward(Protocol):
         ...
 
 
-class Observer(Protocol):
-    """Receives notice of changes on the host; implemented by the owner of the layers' device copies."""
+class Observer:
+    """Receives notice of changes on the host, and ignores it: the owner of the layers' device copies does not."""
 
     def note_over(self, work: Launched) -> None:
         """This work has ended."""
-        ...
 
     def note_altered(self) -> None:
         """Plain attributes of the layers have changed."""
-        ...
 
     def note_rebuilt(self) -> None:
         """The blocks were rebuilt."""
-        ...
+
+
+_NOBODY = Observer()
 
 
 class HostParameters:
@@ -68,7 +68,7 @@ class HostParameters:
         modules: Callable[[], Sequence[nn.Module]],
         runtime: Runtime,
         options: HostOptions,
-        observer: Observer | None = None,
+        observer: Observer = _NOBODY,
     ) -> None:
         self.name = name
         self.predicted_bytes: int | None = None
@@ -89,7 +89,7 @@ class HostParameters:
         runtime.states.add(self.state)
         self.gradients = HostGradients(name, self.state, runtime, self.shared)
         self._step_queue = StepQueue(name, self.state, runtime)
-        self._under_way = UnderWay(self._note_over)
+        self._under_way = UnderWay(observer.note_over)
         self._forwards: WeakSet[Forward] = WeakSet()
 
     def _build(self, modules: Sequence[nn.Module], options: HostOptions) -> ModelState:
@@ -293,7 +293,7 @@ class HostParameters:
         self.gradients.collect()
         self.refresh(regroups=regroups, samples=training and samples)
         self.state.note_flags()
-        if self.state.note_attributes() and self._observer is not None:
+        if self.state.note_attributes():
             self._observer.note_altered()
 
     def note_read(self) -> None:
@@ -352,10 +352,6 @@ class HostParameters:
 
     def _late_errors(self) -> list[BaseException]:
         return self._under_way.errors() + self._step_queue.errors()
-
-    def _note_over(self, work: Launched) -> None:
-        if self._observer is not None:
-            self._observer.note_over(work)
 
     def check_version(self, version: int) -> None:
         """Raise `Stale` if the weights are no longer those of `version`."""
@@ -440,8 +436,7 @@ class HostParameters:
         self._claim.take(self.state.modules)
         self.state.rebuild(lambda groups, _: self.memory_check.check_rebuilding(self.state, groups), kept)
         self.gradients.keep_additions(kept)
-        if self._observer is not None:
-            self._observer.note_rebuilt()
+        self._observer.note_rebuilt()
 
     def _has_changed(self) -> bool:
         self.state.modules = tuple(self._modules())

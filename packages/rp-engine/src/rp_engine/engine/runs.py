@@ -14,13 +14,13 @@ from rp_state.block import Block
 from rp_state.model_state import HostOptions, code_none
 from torch import nn
 
-from rp_engine.device.compiling import CompileOptions, Compiler
+from rp_engine.device.compiling import Eager
 from rp_engine.device.memory.fp8_twins import Fp8Products
 from rp_engine.device.packet import Packet
 from rp_engine.device.replica import Twins
-from rp_engine.engine.host_parameters import HostParameters
+from rp_engine.engine.host_parameters import HostParameters, Observer
 from rp_engine.engine.memory.activation_memory import ActivationMemory
-from rp_engine.engine.step_during import StepDuring
+from rp_engine.engine.step_during import NO_STEP, NoStep
 from rp_engine.engine.under_way import Launched
 from rp_engine.errors import DeviceMemoryWarning
 from rp_engine.execution.autograd import Gradients
@@ -40,10 +40,10 @@ from rp_engine.settings.run_config import Compute, RoundPipeRunConfig
 _COMPARED_EACH = 64
 
 
-class Runs:
+class Runs(Observer):
     """Plans tasks for a batch and its settings, then starts a run, which decides nothing more.
 
-    `host`: the model's state on the host, whose `Observer` this is. `planner`: plans by what earlier runs took.
+    `host`: the model's state on the host, whose observer this is. `planner`: plans by what earlier runs took.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Runs:
         modules: Callable[[], Sequence[nn.Module]],
         runtime: Runtime,
         options: HostOptions,
-        compile_options: CompileOptions | None,
+        compiler: Eager,
     ) -> None:
         self._name = name
         self._runtime = runtime
@@ -60,10 +60,10 @@ class Runs:
         state, memory_check = self.host.state, self.host.memory_check
         self.planner = Planner(name, state, runtime, partial(memory_check.has_room_for_pairs, state))
         self._activations = ActivationMemory(self.host.state.layers)
-        self._compiler = None if compile_options is None else Compiler(compile_options, len(runtime.lanes))
+        self._compiler = compiler
         self._twins = self._new_twins()
         self._fp8_layers = self._new_fp8_layers()
-        self.auto_compute = AutoCompute(name, runtime, compile_options)
+        self.auto_compute = AutoCompute(name, runtime, compiler)
 
     def start(
         self,
@@ -74,7 +74,7 @@ class Runs:
         *,
         keep: bool = True,
         numbers: Numbers | None = None,
-        step: StepDuring | None = None,
+        step: NoStep = NO_STEP,
     ) -> Run:
         """Start the run of a call. `step`: an optimizer's, which takes the gradients as they arrive."""
         if self.planner.looks_back(config, mode, batch.size):
@@ -86,9 +86,8 @@ class Runs:
         if mode == "train":
             self.host.expect_backward(run)
         run.start(self.planner.watch(config, mode, batch.size, run.first_tasks))
-        if step is not None:
-            # At once: tasks wait until it has read the gradients of those before them.
-            step.launch(run.step_turns)
+        # At once: tasks wait until it has read the gradients of those before them.
+        step.launch(run.step_turns)
         return run
 
     def start_aside(self, batch: Batch, config: RoundPipeRunConfig, aside: Aside) -> Run:

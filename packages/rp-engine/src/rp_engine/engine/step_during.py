@@ -15,7 +15,26 @@ from rp_engine.errors import add_note
 from rp_engine.runtime.launcher import wait_until
 
 
-class StepDuring:
+class NoStep:
+    """Of a training call that leaves its gradients to a later step: it does nothing about one."""
+
+    def prepare(self) -> None:
+        """Before the call is launched."""
+
+    def launch(self, turns: Mapping[Block, Ticket]) -> None:
+        """Right after it."""
+
+    def finish(self) -> None:
+        """At its end."""
+
+    def explain(self, error: BaseException, *, is_over: bool) -> None:
+        """Where it has failed."""
+
+
+NO_STEP = NoStep()
+
+
+class StepDuring(NoStep):
     """The step of an optimizer during the next training call of a model.
 
     Raises `TypeError` for an optimizer that cannot.
@@ -29,11 +48,12 @@ class StepDuring:
             )
         self._whole = whole
         self._optimizer = optimizer
-        self._outcome: Outcome[None] | None = None
+        # The step, once it is launched.
+        self._launched: list[Outcome[None]] = []
 
     @classmethod
-    def wanted(cls, whole: WholeModel, optimizer: object) -> StepDuring | None:
-        """Return the step of this optimizer in the next call; None if gradients are kept, or are of inputs alone.
+    def wanted(cls, whole: WholeModel, optimizer: object) -> NoStep:
+        """Return the step of this optimizer in the next call: none if gradients are kept, or are of inputs alone.
 
         Raises `ValueError` if there is an optimizer but gradients are kept, or the other way round.
         """
@@ -43,11 +63,11 @@ class StepDuring:
                     f"forward_backward was given an optimizer, but model {whole.name!r} keeps its gradients: wrap "
                     "it with step_in_backward=True, or call model.step(...) after forward_backward"
                 )
-            return None
+            return NO_STEP
         if optimizer is not None:
             return cls(whole, optimizer)
         if not any(host.has_trained() for host in whole.hosts):
-            return None
+            return NO_STEP
         raise ValueError(
             f"model {whole.name!r} was wrapped with step_in_backward=True, so gradients are consumed as they "
             "arrive and cannot be accumulated: give forward_backward the optimizer that steps, as "
@@ -72,7 +92,7 @@ class StepDuring:
     def launch(self, turns: Mapping[Block, Ticket]) -> None:
         """Queue the step, right after the call's tasks. `turns`: see `Run.step_turns`."""
         try:
-            self._outcome = self._whole.submit_consuming(self._optimizer, turns)
+            self._launched.append(self._whole.submit_consuming(self._optimizer, turns))
         except BaseException:
             for ticket in turns.values():
                 ticket.leave()
@@ -80,15 +100,16 @@ class StepDuring:
 
     def finish(self) -> None:
         """Wait for the step. Raises its error."""
-        if self._outcome is not None:
-            wait_until(self._outcome.wait)
+        for outcome in self._launched:
+            wait_until(outcome.wait)
         self._whole.raise_late_errors()
 
     def explain(self, error: BaseException, *, is_over: bool) -> None:
         """Say on the call's error what has become of the weights. `is_over`: the step ends by itself."""
-        if self._outcome is not None and (is_over or self._outcome.done()):
-            self._outcome.wait()
-            self._explain_ended(error)
+        for outcome in self._launched:
+            if is_over or outcome.done():
+                outcome.wait()
+                self._explain_ended(error)
 
     def _explain_ended(self, error: BaseException) -> None:
         self._whole.note_torn_weights(error)

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -30,19 +29,48 @@ class Consumed:
         self.count = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ConsumingTurn:
-    """A block's position in the order in which a step during backward releases gradients, which it has read then.
+class Kept:
+    """A block's gradients stay until the step function drops them, and may be read in any order.
+
+    `consumes`: the step releases them when it has read them, as the block with this `number`.
+    """
+
+    consumes: bool = False
+    number: int | None = None
+
+    def may_read(self) -> bool:
+        """Return whether the gradients may be read now."""
+        return True
+
+    def is_due(self) -> bool:
+        """Return whether they are released now; if so, the next block's are due."""
+        return False
+
+
+class ConsumingTurn(Kept):
+    """A block's position in the order in which a step during backward releases gradients.
 
     `consumed`: of all blocks of the step.
     """
 
-    number: int
-    consumed: Consumed
+    consumes: bool = True
 
-    def is_next(self) -> bool:
+    def __init__(self, number: int, consumed: Consumed) -> None:
+        self.number = number
+        self.consumed = consumed
+
+    def may_read(self) -> bool:
         """Return whether all blocks before this one have released their gradients, and this one has not."""
         return self.consumed.count == self.number
+
+    def is_due(self) -> bool:
+        """Return the same, and count this block."""
+        is_due = self.may_read()
+        self.consumed.count += is_due
+        return is_due
+
+
+_KEPT = Kept()
 
 
 class LinkedBlock:
@@ -54,8 +82,7 @@ class LinkedBlock:
     second block are updated in place in this turn, so a failed step leaves torn weights.
 
     `arriving`: these gradients as the step gets them. `results`: takes what it makes of them. `share`: exchanges
-    values with other machines, if there are some. `consuming`: the block's position in a step during backward;
-    None in another step.
+    values with other machines, if there are some. `release`: whether the step releases the gradients by itself.
     """
 
     def __init__(
@@ -68,10 +95,10 @@ class LinkedBlock:
         share: Share | None,
         tracer: Tracer = SILENT,
         weights: Ticket | None = None,
-        consuming: ConsumingTurn | None = None,
+        release: Kept = _KEPT,
     ) -> None:
-        self._consuming = consuming
-        # In a step during backward, the parameters whose gradients it has not read yet.
+        self._release = release
+        # The parameters whose gradients it has not read yet; without all, a step during backward fails.
         self._unread: set[int] = set()
         self._weights = weights
         self._writes_in_place = False
@@ -101,7 +128,7 @@ class LinkedBlock:
     @property
     def is_consumed(self) -> bool:
         """Whether the step runs during backward, so that it consumes the gradients."""
-        return self._consuming is not None
+        return self._release.consumes
 
     def masters(self) -> list[torch.nn.Parameter]:
         """Return the master weights of the block's parameters, in the block's order."""
@@ -120,10 +147,10 @@ class LinkedBlock:
                 self._ready,
                 partial(self._note_complete, index),
                 self._share,
-                None if self._consuming is None else self._consuming.number,
+                self._release.number,
                 partial(self._note_stepped, index),
                 # In a step during backward all others are refused, see `_refuse_inside`.
-                only_here=self._consuming is None,
+                only_here=not self._release.consumes,
             )
             self._linked.append(master)
             self._versions.append(master._version)
@@ -182,10 +209,9 @@ class LinkedBlock:
 
     def consume(self) -> None:
         """In a step during backward, release the gradients, so that the next block's can use their memory."""
-        if self._consuming is not None and self._consuming.is_next():
+        if self._release.is_due():
             self.gradient.drop()
             self._ticket.leave()
-            self._consuming.consumed.count += 1
 
     def refuse_unread(self) -> None:
         """Raise if the optimizer has stepped without reading a gradient of this block, which would be lost."""
@@ -200,10 +226,9 @@ class LinkedBlock:
         master = self._linked[index]
         if self._writes_in_place and is_split(master):
             self.block.note_result(index, master._version)
-        if self._consuming is not None:
-            self._unread.discard(index)
-            if not self._unread:
-                self.consume()
+        self._unread.discard(index)
+        if not self._unread:
+            self.consume()
 
     def _waiting(self) -> AbstractContextManager[None]:
         name = f"wait for the gradients of {self.block}"
@@ -221,7 +246,7 @@ class LinkedBlock:
 
     def _refuse_inside(self) -> None:
         # The call would wait for itself.
-        if self._consuming is not None and threading.get_ident() != self._thread:
+        if self._release.consumes and threading.get_ident() != self._thread:
             raise RoundPipeError(
                 f"the gradients of {self.block} were requested while forward_backward(optimizer=...) steps: a "
                 "loss function, a layer, a hook or another thread cannot read them or step the optimizer, which "
@@ -229,7 +254,7 @@ class LinkedBlock:
             )
 
     def _refuse_early(self) -> None:
-        if self._consuming is None or self._consuming.is_next():
+        if self._release.may_read():
             return
         raise RoundPipeError(
             f"the gradients of {self.block} were requested before those of later layers were consumed, but with "

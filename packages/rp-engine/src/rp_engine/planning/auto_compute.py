@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from rp_optim.jobs import Outcome
@@ -24,7 +25,7 @@ from rp_packing import (
 from rp_transfer import is_out_of_memory
 from torch import nn
 
-from rp_engine.device.compiling import CompileOptions
+from rp_engine.device.compiling import Eager
 from rp_engine.device.memory.call_size import CallSize
 from rp_engine.errors import in_words
 from rp_engine.peers.peers import Peers
@@ -42,14 +43,23 @@ _REPEATED_MS, _MOST_RUNS = 20.0, 10
 _MOST_VARIANTS = 1 << 16
 
 
-class Measured(Protocol):
-    """What products take, by recipe, in milliseconds; None is bf16."""
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Products to be measured on a lane, by each of these recipes, of which None is bf16.
 
-    def __call__(
-        self, lane: Lane, shapes: Sequence[Shape], recipes: Sequence[Fp8 | None], rows: int, calls: int
-    ) -> Mapping[Fp8 | None, float]:
-        """Measure on a lane, see `rp_packing.time_products`. Raises `Unmeasured`."""
-        ...
+    `rows`, `calls`: see `rp_packing.time_products`.
+    """
+
+    lane: Lane
+    shapes: Sequence[Shape]
+    recipes: Sequence[Fp8 | None]
+    rows: int
+    calls: int
+
+
+_Times = Mapping[Fp8 | None, float]
+# What the products of a trial take, by recipe, in milliseconds. Raises `Unmeasured`.
+Measured = Callable[[Trial], _Times]
 
 
 class Unmeasured(Exception):
@@ -62,11 +72,11 @@ class AutoCompute:
     `measure`: tells what products take; what is put in its place before the decision is used instead.
     """
 
-    def __init__(self, name: str, runtime: Runtime, compile_options: CompileOptions | None) -> None:
+    def __init__(self, name: str, runtime: Runtime, compiler: Eager) -> None:
         self._name = name
         self._runtime = runtime
         self.decision: Decision | None = None
-        self.measure: Measured = partial(measured, compile_options)
+        self.measure: Measured = partial(measured, compiler)
 
     def resolved(self, compute: Compute | Fp8 | None) -> Compute | Fp8 | None:
         """Return what a call that is told `compute` does; before the decision ``"auto"`` is bf16."""
@@ -98,8 +108,7 @@ class AutoCompute:
 
     def refusal(self) -> str | None:
         """Return why some device cannot multiply in FP8, in words; None if all can."""
-        reasons = (fp8_refusal(lane.device.torch_device) for lane in self._runtime.lanes)
-        return next((reason for reason in reasons if reason is not None), None)
+        return next(filter(None, (fp8_refusal(lane.device.torch_device) for lane in self._runtime.lanes)), None)
 
     def _own(
         self, modules: Sequence[nn.Module], size: CallSize, refused: str | None, where: str, *, measures: bool
@@ -117,13 +126,13 @@ class AutoCompute:
             return Decision(None, f"bf16, since {error}")
         return decide(times, f"{choice.count} linear layers, {rows} rows")
 
-    def _times(self, shapes: Sequence[Shape], size: CallSize) -> tuple[Mapping[Fp8 | None, float], int]:
+    def _times(self, shapes: Sequence[Shape], size: CallSize) -> tuple[_Times, int]:
         """Return what products take, and for how many rows: fewer where the device has no memory for all."""
         lane, rows = self._runtime.lanes[0], min(size.rows, _MOST_ROWS)
         recipes = candidates(trains_weights=any(one.is_trained for one in shapes))
         while True:
             try:
-                return self.measure(lane, shapes, recipes, rows, size.microbatches), rows
+                return self.measure(Trial(lane, shapes, recipes, rows, size.microbatches)), rows
             except Unmeasured:
                 raise
             except Exception as error:
@@ -142,57 +151,38 @@ def autocast_refusal(kinds: Sequence[tuple[bool, torch.dtype]]) -> str | None:
     >>> autocast_refusal([(True, torch.float16)])
     'products in FP8 are of bfloat16 numbers, but autocast asks for float16'
     """
-    asked = next((dtype for is_on, dtype in kinds if is_on and dtype != torch.bfloat16), None)
-    if asked is None:
-        return None
-    return f"products in FP8 are of bfloat16 numbers, but autocast asks for {str(asked).removeprefix('torch.')}"
+    others = [str(dtype).removeprefix("torch.") for is_on, dtype in kinds if is_on and dtype != torch.bfloat16]
+    return f"products in FP8 are of bfloat16 numbers, but autocast asks for {others[0]}" if others else None
 
 
-def measured(
-    compile_options: CompileOptions | None,
-    lane: Lane,
-    shapes: Sequence[Shape],
-    recipes: Sequence[Fp8 | None],
-    rows: int,
-    calls: int,
-) -> Mapping[Fp8 | None, float]:
+def measured(compiler: Eager, trial: Trial) -> _Times:
     """Measure on a lane's device: see `Measured`."""
-    if lane.device.torch_device.type == "cpu":
-        raise Unmeasured(f"{lane.device.name} emulates products in FP8, which takes longer")
-    return on_lane(lane, partial(timed, compile_options, lane, shapes, recipes, rows, calls))
+    if trial.lane.device.torch_device.type == "cpu":
+        raise Unmeasured(f"{trial.lane.device.name} emulates products in FP8, which takes longer")
+    return timed(compiler, trial)
 
 
-def on_lane(lane: Lane, body: Callable[[], dict[Fp8 | None, float]]) -> dict[Fp8 | None, float]:
-    """Return what a body measures on the lane's thread, after all that was queued there."""
-    found: list[dict[Fp8 | None, float]] = []
-    outcome: Outcome[None] = lane.do(lambda: found.append(body()))
+def timed(compiler: Eager, trial: Trial) -> _Times:
+    """Measure on the lane's thread, after all that was queued there, products that are compiled as layers are."""
+    found: list[_Times] = []
+    outcome: Outcome[None] = trial.lane.do(lambda: found.append(_timed(compiler, trial)))
     wait_until(outcome.wait)
     outcome.result()
     return found[0]
 
 
-def timed(
-    compile_options: CompileOptions | None,
-    lane: Lane,
-    shapes: Sequence[Shape],
-    recipes: Sequence[Fp8 | None],
-    rows: int,
-    calls: int,
-) -> dict[Fp8 | None, float]:
-    """Measure, on the lane's thread; layers that are compiled have these options."""
-    device, run = lane.device, run_linear
+def _timed(compiler: Eager, trial: Trial) -> _Times:
+    lane, device = trial.lane, trial.lane.device
     config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage] - where torch documents its limits
     # Beyond torch's own limits products would run uncompiled, also those of a process's second or third model.
     limits = {"recompile_limit": _MOST_VARIANTS, "accumulated_recompile_limit": _MOST_VARIANTS}
-    if compile_options is not None:
-        # Each shape by itself, as layers have them: a variant for any shape would be slower.
-        options: Any = {"dynamic": False, **compile_options}
-        run = cast("Callable[[nn.Module, torch.Tensor], torch.Tensor]", torch.compile(run_linear, **options))
-    clock = partial(_clocked, lane)
+    run, clock = compiler.compiled(run_linear), partial(_clocked, lane)
     lane.settle_device()
     try:
         with config.patch(limits), device.computing():
-            return time_products(shapes, recipes, rows, device.torch_device, clock, calls=calls, run=run)
+            return time_products(
+                trial.shapes, trial.recipes, trial.rows, device.torch_device, clock, calls=trial.calls, run=run
+            )
     finally:
         lane.settle_device()
 
