@@ -223,7 +223,7 @@ def test_what_suits_the_small_model_gives_way_to_what_is_given() -> None:
 
 # With the second, all options have what they need.
 _EVALUATED = {"held_out": "0.1", "eval_every": "5", "early_stopping": "2"}
-_FINE_TUNING = {"model": "m", "data": ["d"], "output": "o", "lora": "8", **_EVALUATED}
+_FINE_TUNING = {"model": "m", "data": ["d"], "output": "o", "lora": "8", "image_cache": "c", **_EVALUATED}
 
 
 @pytest.mark.parametrize("given", [{}, _FINE_TUNING])

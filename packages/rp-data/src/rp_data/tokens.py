@@ -140,7 +140,7 @@ class Reader:
         if isinstance(sight, str):
             raise Refused(f"{chat.place} has images, but {sight}")
         text, spans = template.text_and_spans(chat, assistant_only=self._completions_only)
-        found = [self._picture(source) for source in chat.images]
+        found = [self._picture(source, sight) for source in chat.images]
         expanded = sight.expanded(chat.place, text, [image for _, image in found])
         self.shaped |= {*expanded.shaped}
         self._check_text(chat.place, list(compress(expanded.tokens, expanded.learned(None))))
@@ -162,15 +162,19 @@ class Reader:
         self._budget.allow("the processor", _PROCESSOR_BYTES)
         return self._load_sight()
 
-    def _picture(self, source: Source) -> tuple[Picture, Any]:
+    def _picture(self, source: Source, sight: Sight) -> tuple[Picture, Any]:
         content, path = source.content()
         picture = Picture(source.place, hashlib.sha256(content).hexdigest(), path)
         self._budget.allow(source.place, len(content))
-        image = decoded(source.place, content)
-        self._budget.allow(source.place, image.width * image.height)
+
+        def decode() -> Any:
+            image = decoded(source.place, content)
+            self._budget.allow(source.place, image.width * image.height)
+            return image
+
         if path is None:
             self.inline[picture.digest] = content
-        return picture, image
+        return picture, sight.image(source.place, picture.digest, decode)
 
     def _of_completion(self, sample: Completion) -> Document:
         """Return a document whose completion begins with the first token that differs from the prompt's."""

@@ -15,7 +15,7 @@ from rp_trainer.errors import Refused
 from rp_trainer.finetuning.files import finished_files, writing
 
 from rp_cli.finetune.fetching import without_names
-from rp_cli.finetune.inputs import check_no_bounds
+from rp_cli.finetune.inputs import check_not_for_images
 from rp_cli.finetune.model import check_folders, config_file, loader_of, placeholders_in, sight_for
 from rp_cli.finetune.options import FineTuning, Preparation
 from rp_cli.finetune.places import check_places
@@ -56,7 +56,8 @@ def _tuning(given: Preparation) -> FineTuning:
         skip_bad_rows=given.skip_bad_rows,
         overwrite=given.overwrite,
     )
-    for name in ("tokenizer", "min_pixels", "max_pixels"):
+    bound = () if given.image_cache is None else ("image_cache_gb",)
+    for name in ("tokenizer", "min_pixels", "max_pixels", "image_cache", *bound):
         if getattr(given, name) is not None:
             setattr(names, name, str(getattr(given, name)))
     return read(FineTuning, names)
@@ -84,7 +85,7 @@ def _prepared(options: FineTuning, folder: Path) -> Documents:
     _, known, (documents,) = read_all(loader_of(options), [("--data", data)], manner, gather, eyes)
     check_some(f"--data {', '.join(map(str, data))}", options.sequence, documents)
     if not documents.images:
-        check_no_bounds(options)
+        check_not_for_images(options)
     write(folder, documents, manner.made(known))
     return documents
 

@@ -79,13 +79,13 @@ def _collator(options: FineTuning, read: Sequence[Documents], eyes: Eyes) -> Col
     """Return what adds images to batches; None if the data has none."""
     collator = collator_of(read, eyes.load, eyes.spool)
     if collator is None:
-        check_no_bounds(options)
+        check_not_for_images(options)
     return collator
 
 
-def check_no_bounds(options: FineTuning) -> None:
-    """Raise `Refused` for bounds of images, of which the data has none."""
-    for name in ("min_pixels", "max_pixels"):
+def check_not_for_images(options: FineTuning) -> None:
+    """Raise `Refused` for options of images, of which the data has none."""
+    for name in ("min_pixels", "max_pixels", "image_cache"):
         if getattr(options, name) is not None:
             raise Refused(f"--{name.replace('_', '-')} is for images, but the data has none; omit it")
 
@@ -123,7 +123,10 @@ def _data(
 
 def _about_images(options: FineTuning, training: Documents) -> str:
     packing = "; samples are not packed, as with --no-packing, since images are not" if options.packing else ""
-    return f"{training.images:,} images, decoded for each step while the one before trains{packing}"
+    if options.image_cache is None:
+        return f"{training.images:,} images, decoded for each step while the one before trains{packing}"
+    kept = f"kept in {options.image_cache}, up to {options.image_cache_gb:g} GB"
+    return f"{training.images:,} images; what the processor makes of them is {kept}{packing}"
 
 
 def _sequences(

@@ -22,6 +22,7 @@ from roundpipe.loading import STORED
 from rp_adapters.making import adapt
 from rp_adapters.vocabulary import grow
 from rp_data.images.processor import Sight, has_processor, sight_of
+from rp_data.images.store import Store
 from rp_estimate.meta.meta_model import config_of, try_if_unusual
 from rp_estimate.meta.model_class import model_class, placeholders, sees
 from rp_optim import DiskError
@@ -138,7 +139,11 @@ def sight_for(options: FineTuning) -> Sight | str:
     folder = options.tokenizer or config_file(options).parent
     if not has_processor(folder):
         return f"there is no processor in {folder} (processor_config.json); name a folder that has one"
-    return sight_of(folder, {"min_pixels": options.min_pixels, "max_pixels": options.max_pixels})
+    bounds = {"min_pixels": options.min_pixels, "max_pixels": options.max_pixels}
+    kept = options.image_cache
+    if kept is None:
+        return sight_of(folder, bounds)
+    return sight_of(folder, bounds, lambda: Store("--image-cache", kept, int(options.image_cache_gb * 1e9)))
 
 
 def placeholders_in(config: Path) -> frozenset[int]:

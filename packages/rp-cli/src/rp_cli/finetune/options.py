@@ -40,6 +40,7 @@ _DTYPE = one_of(
 _SEED = whole(0, 2**63 - 1, bounds="from 0 to 2**63 - 1")
 _REPORTS = several(one_of(("jsonl", "tensorboard", "wandb", "trackio", "mlflow"), "KIND"), apart_by=",")
 _NEEDS_OUTPUT = ("output", ", the folder to keep it in")
+_NEEDS_CACHE = ("image_cache", ", the folder that it bounds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +279,18 @@ class FineTuning(AdapterOptions):
     max_pixels: int | None = _tuning(
         "of an image: larger ones are made smaller", _PIXELS, shown="the processor's own number"
     )
+    image_cache: Path | None = _tuning(
+        "a folder that keeps what the processor makes of images, for any number of runs",
+        path("FOLDER"),
+        shown="nothing is kept",
+    )
+    image_cache_gb: float = _tuning(
+        "gigabytes that it may take; what was not used for longest is removed",
+        positive("GB"),
+        "20",
+        needs=_NEEDS_CACHE,
+        is_free=True,
+    )
     resize_embeddings: bool = _tuning(
         "enlarge the model's embeddings for tokens that were added to the tokenizer", FLAG, False
     )
@@ -381,6 +394,17 @@ class Preparation:
     )
     max_pixels: int | None = option(
         "of an image: larger ones are made smaller", _PIXELS, shown="the processor's own number"
+    )
+    image_cache: Path | None = option(
+        "a folder that keeps what the processor makes of images, for --image-cache of `roundpipe train`",
+        path("FOLDER"),
+        shown="nothing is kept",
+    )
+    image_cache_gb: float = option(
+        "gigabytes that it may take; what was not used for longest is removed",
+        positive("GB"),
+        "20",
+        needs=_NEEDS_CACHE,
     )
     overwrite: bool = option("replace the prepared data that is in --output", FLAG, False)
 

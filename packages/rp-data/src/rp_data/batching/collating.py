@@ -45,9 +45,9 @@ class Collator:
             [self._workers.submit(self._image, one) for one in _pictures(document)] for document in documents
         ]
         texts = ["" if one.seen is None else one.seen.text for one in documents]
-        decoded_images = [[image.result() for image in some] for some in images]
+        ready = [[image.result() for image in some] for some in images]
         with self._lock:
-            found = self.sight.processed(texts, decoded_images)
+            found = self.sight.processed(texts, ready)
         self._check(documents, found["input_ids"])
         whole = found["input_ids"].shape
         size = ids.shape[1]
@@ -58,7 +58,10 @@ class Collator:
         return {**others, **rows, **plain}
 
     def _image(self, picture: Picture) -> Any:
-        return decoded(picture.place, self._spool.content(picture))
+        def decode() -> Any:
+            return decoded(picture.place, self._spool.content(picture))
+
+        return self.sight.image(picture.place, picture.digest, decode)
 
     def _check(self, documents: Sequence[Document], ids: Tensor) -> None:
         """Refuse a processor that makes other tokens now: images would meet the placeholders of others."""

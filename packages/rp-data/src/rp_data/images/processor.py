@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count
 from pathlib import Path
@@ -16,6 +16,9 @@ from rp_trainer.errors import Refused
 from torch import Tensor
 
 from rp_data.images.decoding import pillow
+from rp_data.images.kept import lazy_image
+from rp_data.images.store import Store
+from rp_data.images.trying import are_same, keep_images
 from rp_data.offsets import Span, tokenized
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
@@ -28,10 +31,15 @@ def has_processor(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _FILES)
 
 
-def sight_of(folder: Path, bounds: Mapping[str, int | None] | None = None) -> Sight:
+def sight_of(
+    folder: Path, bounds: Mapping[str, int | None] | None = None, open_store: Callable[[], Store] | None = None
+) -> Sight:
     """Load the processor in a folder. `bounds`: of an image's pixels, if given: ``min_pixels``, ``max_pixels``.
 
-    Raises `Refused` if it cannot be loaded, for want of Pillow or torchvision, or takes no such bounds.
+    `open_store`: returns where to keep what is made of images; None: nowhere.
+
+    Raises `Refused` if it cannot be loaded, for want of Pillow or torchvision, or takes no such bounds; if what it
+    makes cannot be kept, or not there.
     """
     pillow(f"the processor in {folder}")
     from transformers import AutoProcessor
@@ -51,7 +59,7 @@ def sight_of(folder: Path, bounds: Mapping[str, int | None] | None = None) -> Si
             f"the processor in {folder} must be one for images in a text, but is a {type(processor).__name__}"
         )
     _bound(processor, folder, {name: one for name, one in (bounds or {}).items() if one is not None})
-    return Sight(processor)
+    return Sight(processor, None if open_store is None else open_store())
 
 
 def _bound(processor: Any, folder: Path, bounds: Mapping[str, int]) -> None:
@@ -100,14 +108,28 @@ class Expanded:
 
 
 class Sight:
-    """A processor of transformers, for texts with images."""
+    """A processor of transformers, for texts with images.
 
-    def __init__(self, processor: Any) -> None:
+    `store`: keeps what it makes of them. Raises `Refused` where that cannot be kept.
+    """
+
+    def __init__(self, processor: Any, store: Store | None = None) -> None:
         self.processor = processor
         # Padding is part of a tokenizer's state, and what is saved is the user's own.
         self._own = copy.deepcopy(processor)
         words = self._own.tokenizer
         words.pad_token = words.pad_token or words.eos_token
+        self.keeps = store is not None
+        self._unchecked = self._own.image_processor if store is not None else None
+        if store is not None:
+            keep_images(self._own, self._processed, store)
+
+    def image(self, place: str, digest: str, decode: Callable[[], Any]) -> Any:
+        """Return an image, for the other methods: decoded, unless what was made of it may be kept.
+
+        `digest`: of its file's bytes, in hexadecimal digits. `decode`: returns it in RGB.
+        """
+        return lazy_image(place, digest, decode) if self.keeps else decode()
 
     def expanded(self, place: str, text: str, images: Sequence[Any]) -> Expanded:
         """Return a text with its images expanded. Raises `Refused` if the text has not a mark for each."""
@@ -159,8 +181,28 @@ class Sight:
         return next((found for text in texts if (found := _between(text.split(word), parts, whole))), list[int]())
 
     def processed(self, texts: Sequence[str], images: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
-        """Return what the processor makes of texts and their images: padded at the right, and in their order."""
-        return self._processed(texts, images)
+        """Return what the processor makes of texts and their images: padded at the right, and in their order.
+
+        Raises `Refused` if it would have made something else without what it keeps, as is tried once.
+        """
+        found = self._processed(texts, images)
+        if self._unchecked is not None:
+            self._check(texts, images, found, self._unchecked)
+        return found
+
+    def _check(
+        self, texts: Sequence[str], images: Sequence[Sequence[Any]], found: Mapping[str, Tensor], own: Any
+    ) -> None:
+        kept, self._own.image_processor = self._own.image_processor, own
+        try:
+            wanted = self._processed(texts, images)
+        finally:
+            self._own.image_processor, self._unchecked = kept, None
+        if not are_same(wanted, found):
+            raise Refused(
+                f"--image-cache: the {type(own).__name__} makes other numbers of these images together than of "
+                "each alone; omit it"
+            )
 
     def prompts(self, texts: Sequence[str], images: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
         """Return the same, padded at the left, for texts that are to be gone on with."""
