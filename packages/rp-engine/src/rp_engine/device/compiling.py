@@ -166,7 +166,9 @@ def _ask_of_vectors_by_thread() -> None:
         return cpu_vec_isa.invalid_vec_isa if getattr(_THREAD, "uses_no_vectors", False) else usual()
 
     # What writes code and what compiles it must agree.
-    codecache.pick_vec_isa = cpu_vec_isa.pick_vec_isa = pick_vec_isa
+    modules: tuple[Any, ...] = (codecache, cpu_vec_isa)
+    for module in modules:
+        module.pick_vec_isa = pick_vec_isa
 
 
 _THREAD = threading.local()
