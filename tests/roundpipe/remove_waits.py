@@ -118,7 +118,7 @@ WAITS = [
         "activations stay on the host until they are in",
     ),
     Wait(
-        "device/activations.py", "self._retainer.keep(event, plain, held)", "activations live until they are out"
+        "device/activations.py", "self._retainer.keep(event, copied, held)", "activations live until they are out"
     ),
     Wait(
         "device/activations.py",

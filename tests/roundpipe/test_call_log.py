@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain import batch, mlp, plans, square_error
 from roundpipe import CallTime, RoundPipe, RoundPipeRunConfig, Runtime
-from rp_engine.planning.call_log import CALLS, CallLog, as_table
+from rp_engine.planning.call_log import CALLS, CallLog
 from rp_sched import Mode, Plan
 from rp_telemetry.call_span import CallSpan
+from rp_telemetry.call_time import as_table
 from rp_telemetry.layer_times import ModelTimer
 
 patient = settings(deadline=None)

@@ -6,6 +6,7 @@ What runs models is here; what foresees memory and time is in `rp_engine.estimat
 
 from rp_errors import count_as_inside
 from rp_state.model_state import HostOptions
+from rp_telemetry.call_time import CallTime
 from rp_telemetry.profiling import profile
 
 from rp_engine.engine.engine import Engine
@@ -16,7 +17,6 @@ from rp_engine.engine.whole_model import WholeModel
 from rp_engine.execution.call import LossFn
 from rp_engine.execution.packed_data import Arrivals, RoundPipePackedData
 from rp_engine.optimizer.scaler import GradScaler
-from rp_engine.planning.call_log import CallTime
 from rp_engine.runtime.runtime import Runtime, default_runtime
 from rp_engine.settings.execute_plan import ModelExecutePlan
 from rp_engine.settings.run_config import RoundPipeRunConfig

@@ -14,8 +14,27 @@ Way = Literal["up", "down", "add"]
 """To the device, from it, or from it and added to gradients on the host."""
 
 
+class Unmoved:
+    """A transfer in progress that nobody measures."""
+
+    def end(self, way: Way, nbytes: int, *, is_staged: bool = False) -> None:
+        """Note that the whole transfer is queued, or done if the host took part: `is_staged`, or it was added."""
+
+
+class Untimed:
+    """Of a launch whose transfers nobody measures."""
+
+    def begin(self, device: str, stream: Stream) -> Unmoved:
+        """Begin a transfer that the calling thread, a porter, queues on `stream`."""
+        return _UNMOVED
+
+
+_UNMOVED = Unmoved()
+UNTIMED = Untimed()
+
+
 @dataclass(slots=True)
-class Transfers:
+class Transfers(Untimed):
     """The transfers of blocks in one launch. Times may be read once the transfers are over.
 
     `processor`: the calling thread's processor time, in seconds. All threads of a launch add to it.
@@ -50,7 +69,7 @@ class Transfers:
 
 
 @dataclass(frozen=True, slots=True)
-class Moving:
+class Moving(Unmoved):
     """A transfer in progress; end it on the thread that began it."""
 
     _owner: Transfers

@@ -64,11 +64,17 @@ class Origins:
         """Record that `tensor` is a copy of `host`, for which the compute stream has waited."""
         self._hosts[id(tensor)] = (weakref.ref(tensor), tensor._version, host)
 
-    def find(self, leaf: object) -> torch.Tensor | None:
+    def find(self, leaf: Any) -> torch.Tensor | None:
         """Return the host copy of exactly this tensor; None if unknown or if the tensor was written since."""
-        known, version, host = self._hosts.get(id(leaf), (None, 0, None))
-        tensor = None if known is None else known()
-        return host if tensor is not None and tensor is leaf and tensor._version == version else None
+        host = self.host_of(leaf)
+        return None if host is leaf else host
+
+    def host_of(self, leaf: Any) -> Any:
+        """Return the same, or the leaf itself in place of None."""
+        if id(leaf) not in self._hosts:
+            return leaf
+        tensor, version, host = self._hosts[id(leaf)]
+        return host if tensor() is leaf and leaf._version == version else leaf
 
 
 def enter(leaves: Iterable[Any], grads: Sequence[bool]) -> tuple[list[Any], list[torch.Tensor | None]]:
@@ -81,7 +87,7 @@ def enter(leaves: Iterable[Any], grads: Sequence[bool]) -> tuple[list[Any], list
     for leaf, requires_grad in zip(leaves, grads, strict=True):
         grad_leaf = leaf.detach().requires_grad_() if requires_grad else None
         grad_leaves.append(grad_leaf)
-        inside.append(leaf if grad_leaf is None else _Entry.apply(grad_leaf))
+        inside.append(_Entry.apply(grad_leaf) if requires_grad else leaf)
     return inside, grad_leaves
 
 
@@ -158,23 +164,25 @@ class PacketCopier:
         `in_use`: the next layer may write the leaves in place during the download, so they are cloned first.
         `aliases`: see `Packet`.
         """
-        known = [origins.find(leaf) for leaf in leaves]
-        plain = [
-            self._plain(leaf, in_use=in_use) if isinstance(leaf, torch.Tensor) and host is None else None
-            for leaf, host in zip(leaves, known, strict=True)
-        ]
-        device = self._device
-        device.compute.touch(write=[leaf for leaf in plain if leaf is not None], what="results")
+        hosts = [origins.host_of(leaf) for leaf in leaves]
+        # By the leaf's position, the memory of each that is copied.
+        plain = {
+            at: self._plain(leaf, in_use=in_use)
+            for at, (leaf, host) in enumerate(zip(leaves, hosts, strict=True))
+            if isinstance(leaf, torch.Tensor) and host is leaf
+        }
+        copied, device = list(plain.values()), self._device
+        device.compute.touch(write=copied, what="results")
         made = device.compute.record()
         device.results_out.wait(made)
         held: list[Any] = []
         try:
-            with self._tracer.copying(device, device.results_out, "download", "results", plain):
-                for leaf, host, out in zip(leaves, known, plain, strict=True):
-                    held.append(host if host is not None else leaf if out is None else self._download(out, leaf))
+            with self._tracer.copying(device, device.results_out, "download", "results", copied):
+                for at, (leaf, host) in enumerate(zip(leaves, hosts, strict=True)):
+                    held.append(self._download(plain[at], leaf) if at in plain else host)
         finally:
             event = device.results_out.record()
-            self._retainer.keep(event, plain, held)
+            self._retainer.keep(event, copied, held)
         self._lane.outbox.conveyor.let_pass(made, event)
         return Packet(treedef, tuple(held), tuple(grads), (event,), gaps(leaves, held), aliases or {})
 
@@ -184,12 +192,12 @@ class PacketCopier:
         Of those in `origins` it has the host's copies: this task's memory for them is freed. A layer's weights are
         copied.
         """
-        held = [self._staying(leaf, origins.find(leaf)) for leaf in leaves]
+        held = [self._staying(leaf, origins.host_of(leaf)) for leaf in leaves]
         return Packet(treedef, tuple(held), (False,) * len(held), (self._device.compute.record(),))
 
-    def _staying(self, leaf: Any, host: torch.Tensor | None) -> Any:
-        if host is not None or not isinstance(leaf, torch.Tensor):
-            return leaf if host is None else host
+    def _staying(self, leaf: Any, host: Any) -> Any:
+        if host is not leaf or not isinstance(leaf, torch.Tensor):
+            return host
         used = leaf.untyped_storage().data_ptr()
         is_freed = self._is_weight(leaf) or any(one.untyped_storage().data_ptr() == used for one in self._visiting)
         return leaf.detach().clone() if is_freed else leaf.detach()

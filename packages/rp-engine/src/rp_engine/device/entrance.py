@@ -30,8 +30,8 @@ class Entrance:
         self.owner = owner
         self._module = module
         self._run = run
-        # A forward that was set on the module itself, as by accelerate; usually the class has it.
-        self._before: Callable[..., Any] | None = vars(module).get("forward")
+        # A forward that was set on the module itself, as by accelerate; usually there is none, the class has it.
+        self._before: dict[str, Any] = {name: one for name, one in vars(module).items() if name == "forward"}
         update_wrapper(self, module.forward)
         vars(module)["forward"] = self
 
@@ -41,15 +41,13 @@ class Entrance:
 
     def remove(self) -> None:
         """Give the module its own forward back."""
-        if self._before is None:
-            del vars(self._module)["forward"]
-        else:
-            vars(self._module)["forward"] = self._before
+        del vars(self._module)["forward"]
+        vars(self._module).update(self._before)
 
     @property
     def replaces_own(self) -> bool:
         """Whether the module had the forward of its class before."""
-        return self._before is None
+        return not self._before
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _own_forward, (self._module, self._before)
@@ -61,5 +59,5 @@ def entrance_of(module: torch.nn.Module) -> Entrance | None:
     return forward if isinstance(forward, Entrance) else None
 
 
-def _own_forward(module: torch.nn.Module, before: Callable[..., Any] | None) -> Callable[..., Any]:
-    return MethodType(type(module).forward, module) if before is None else before
+def _own_forward(module: torch.nn.Module, before: dict[str, Any]) -> Callable[..., Any]:
+    return before["forward"] if before else MethodType(type(module).forward, module)

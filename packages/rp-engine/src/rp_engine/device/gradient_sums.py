@@ -10,8 +10,8 @@ from operator import attrgetter, sub
 import torch
 from rp_state.block import Block, in_turn
 from rp_state.gradient import sum_dtype
-from rp_telemetry.layer_times import LayerTimes
 from rp_telemetry.tracing import Tracer
+from rp_telemetry.transfer_times import UNTIMED, Untimed
 from rp_transfer import Ticket
 
 from rp_engine.device.memory.graph_store import FixedBlock
@@ -66,7 +66,7 @@ class GradientSums:
         tickets: dict[Block, Ticket],
         *,
         spare_bytes: int = 0,
-        times: LayerTimes | None = None,
+        times: Untimed = UNTIMED,
     ) -> None:
         self.tickets = tickets
         self._device, self._outbox = lane.device, lane.outbox

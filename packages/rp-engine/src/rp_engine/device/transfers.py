@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from rp_state.block import Block
 from rp_state.gradient import Gradient
-from rp_telemetry.layer_times import LayerTimes
 from rp_telemetry.tracing import SILENT, Tracer
+from rp_telemetry.transfer_times import UNTIMED, Untimed
 from rp_transfer import Event, Expected, Ticket
 
 from rp_engine.errors import add_note
@@ -29,7 +29,7 @@ class Delivery:
     porter: Porter
     made: Event
     sums: list[tuple[Block, torch.Tensor, set[int], Ticket]]
-    times: LayerTimes | None = None
+    times: Untimed = UNTIMED
     tracer: Tracer = SILENT
 
     @property
@@ -53,10 +53,9 @@ class Delivery:
 
     def _receive(self, gradient: Gradient, memory: torch.Tensor, written: set[int]) -> None:
         porter, nbytes = self.porter, gradient.arriving_nbytes
-        moving = None if self.times is None else self.times.transfers.begin(porter.device.name, porter.stream)
+        moving = self.times.begin(porter.device.name, porter.stream)
         is_added = gradient.receive(memory, written, porter.conveyor)
-        if moving is not None:
-            moving.end("add" if is_added else "down", nbytes)
+        moving.end("add" if is_added else "down", nbytes)
 
     def abandon(self) -> None:
         """After a failure, wait for the copies already queued, so that the sums may be freed."""
@@ -84,44 +83,42 @@ def bring(
     block: Block,
     memory: torch.Tensor,
     ticket: Ticket,
-    times: LayerTimes | None,
+    times: Untimed,
     tracer: Tracer,
-    saved: torch.Tensor | None = None,
-    expected: Expected | None = None,
-    *,
-    is_again: bool = False,
+    upload: Callable[[], None],
 ) -> Event:
     """Upload a block into device memory and leave its turn, except a writer's: layers may write then.
 
-    `memory`: one of the block's forms. `saved`: what `save` returned, (numel,) on the host: uploaded instead,
-    without a turn. `expected`: its pieces on disk, which were announced to the porter's conveyor. `is_again`: its
-    turn was left when it came before.
+    `memory`: one of the block's forms. `upload`: queues the copies into it.
 
     Returns the event after which the memory is readable.
     """
-    if saved is not None:
-        porter.conveyor.upload(memory, saved)
-        return porter.conveyor.record()
-    if is_again and expected is not None:
-        _upload_read(porter, block, expected)
-        return porter.conveyor.record()
     with _traced(tracer, porter, block, memory, "wait"):
         ticket.enter(None if block.is_staged else porter.stream)
     with _traced(tracer, porter, block, memory, "upload"):
-        moving = None if times is None else times.transfers.begin(porter.device.name, porter.stream)
-        if expected is not None:
-            _upload_read(porter, block, expected)
-        for target, source in block.pieces(memory) if expected is None else ():
-            porter.conveyor.upload(target, source)
-        if moving is not None:
-            moving.end("up", memory.nbytes, is_staged=block.is_staged)
+        moving = times.begin(porter.device.name, porter.stream)
+        upload()
+        moving.end("up", memory.nbytes, is_staged=block.is_staged)
     arrived = porter.conveyor.record()
     if not ticket.writes:
         ticket.leave(arrived)
     return arrived
 
 
-def _upload_read(porter: Porter, block: Block, expected: Expected) -> None:
+def bring_again(porter: Porter, upload: Callable[[], None]) -> Event:
+    """Upload a block whose turn was left when it came before; see `bring`."""
+    upload()
+    return porter.conveyor.record()
+
+
+def upload_from_host(porter: Porter, block: Block, memory: torch.Tensor) -> None:
+    """Upload what calls read."""
+    for target, source in block.pieces(memory):
+        porter.conveyor.upload(target, source)
+
+
+def upload_from_disk(porter: Porter, block: Block, expected: Expected) -> None:
+    """Upload a block's pieces on disk, which were announced to the porter's conveyor."""
     try:
         porter.conveyor.upload_read(expected)
     except Exception as error:

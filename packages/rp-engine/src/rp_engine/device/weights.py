@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from rp_optim.jobs import Outcome, wait_for_all
 from rp_state.block import Block
 from rp_state.layers import LayerState
-from rp_telemetry.layer_times import LayerTimes
 from rp_telemetry.tracing import Tracer
+from rp_telemetry.transfer_times import UNTIMED, Untimed
 from rp_transfer import Event, Ticket
 
 from rp_engine.device.gradient_sums import GradientSums
@@ -19,7 +20,7 @@ from rp_engine.device.memory.fp8_twins import Fp8Products
 from rp_engine.device.memory.graph_store import FixedBlock
 from rp_engine.device.memory.weight_cache import NoWeightCache, WeightCache
 from rp_engine.device.replica import Twins
-from rp_engine.device.transfers import bring, save
+from rp_engine.device.transfers import bring, bring_again, save, upload_from_disk, upload_from_host
 from rp_engine.runtime.lane import Lane
 
 
@@ -50,8 +51,7 @@ class Weights:
 
     `turns`: the tickets that the calling thread took for this task. `gradient_turns`, `spare_bytes`: see
     `GradientSums`. `saved`: blocks, (numel,) on the host, that are uploaded instead of the model's;
-    None: read from disk once more.
-    `times`: measures their transfers; None: it does not.
+    None: read from disk once more. `times`: measures their transfers.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Weights:
         gradient_turns: dict[Block, Ticket],
         *,
         spare_bytes: int = 0,
-        times: LayerTimes | None = None,
+        times: Untimed = UNTIMED,
         saved: dict[Block, torch.Tensor | None] | None = None,
     ) -> None:
         self.on = on
@@ -116,21 +116,21 @@ class Weights:
         numel, dtype = block.form(coded=block in self.on.coded)
         memory = self._device.empty((numel,), dtype, stream=stream)
         self.on.kept.bring(block.nbytes)
-        inbox = self._lane.inbox
-        expected = inbox.conveyor.announce(block.pieces_on_disk(memory)) if block.on_disk else None
-        arriving = inbox.submit(
-            bring,
-            inbox,
-            block,
-            memory,
-            ticket,
-            self._times,
-            self._tracer,
-            self.saved.get(block),
-            expected,
-            is_again=block in self.saved,
-        )
+        inbox, upload = self._lane.inbox, self._upload_of(block, memory)
+        if block in self.saved:
+            arriving = inbox.submit(bring_again, inbox, upload)
+        else:
+            arriving = inbox.submit(bring, inbox, block, memory, ticket, self._times, self._tracer, upload)
         self._arriving[block] = (memory, arriving)
+
+    def _upload_of(self, block: Block, memory: torch.Tensor) -> Callable[[], None]:
+        inbox = self._lane.inbox
+        if block.on_disk:
+            expected = inbox.conveyor.announce(block.pieces_on_disk(memory))
+            return partial(upload_from_disk, inbox, block, expected)
+        if (saved := self.saved.get(block)) is not None:
+            return partial(inbox.conveyor.upload, memory, saved)
+        return partial(upload_from_host, inbox, block, memory)
 
     def bind(self, layer: LayerState, *, training: bool) -> None:
         """Make a layer ready to run: wait for its blocks and point its twin at them.

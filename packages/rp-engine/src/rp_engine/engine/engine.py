@@ -11,6 +11,7 @@ import rp_batch
 import torch
 from rp_sched import LayerCost, Mode, Plan
 from rp_state.model_state import HostOptions
+from rp_telemetry.call_time import CallTime
 from rp_telemetry.tracing import in_call
 from torch import nn
 
@@ -30,7 +31,6 @@ from rp_engine.execution.run import Run
 from rp_engine.peers.alone import ALONE
 from rp_engine.peers.call import CallShare, Numbers
 from rp_engine.peers.peers import Peers
-from rp_engine.planning.call_log import CallTime
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.settings.run_config import RoundPipeRunConfig
 
@@ -127,8 +127,8 @@ class Engine:
     def microbatches(self, mode: Mode, batch_size: int, rows: int) -> int:
         """Return the number of microbatches chosen for calls of this mode; see `Planner.microbatches`."""
         machines = 1 if mode == "train" else self._runtime.peers.size
-        if (chosen := self.planner.chosen.get(mode)) is not None:
-            return min(machines * chosen, batch_size)
+        if mode in self.planner.chosen:
+            return min(machines * self.planner.chosen[mode], batch_size)
         count = self._runtime.launch(partial(self._microbatches, mode, batch_size, rows, machines))
         return min(machines * count, batch_size)
 

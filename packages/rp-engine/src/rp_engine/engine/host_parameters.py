@@ -143,7 +143,7 @@ class HostParameters:
     def prepare_consuming(self, take: Take, gradients: Mapping[Block, Ticket]) -> ModelStep:
         """Take the turns of a step during a call, which has taken those on `gradients`."""
         self.gradients.note_stepped()
-        return self._step_queue.prepare(take, is_async=False, gradients=gradients)
+        return self._step_queue.prepare_consuming(take, gradients)
 
     def prepare_model_read(self, take: Take) -> ModelRead:
         """Take a reader's turn of all blocks, after taking over what was written outside."""

@@ -18,6 +18,7 @@ from rp_state.block import Block
 from rp_telemetry import tracing
 from rp_telemetry.call_span import CallSpan
 from rp_telemetry.layer_times import LayerTimes
+from rp_telemetry.transfer_times import UNTIMED
 from rp_transfer import Ticket, is_out_of_memory
 
 from rp_engine.device.memory.call_size import CallSize
@@ -224,7 +225,8 @@ class Run:
                 products=self.call.products,
                 coded=self.call.coded,
             )
-            weights = Weights(on, turns, gradient_turns, spare_bytes=self.call.spare_bytes, times=times)
+            moves = UNTIMED if times is None else times.transfers
+            weights = Weights(on, turns, gradient_turns, spare_bytes=self.call.spare_bytes, times=moves)
             place = TaskContext(self.call, lane, self._runtime.backend, twins, self, self._tracer)
             slots = TaskSlots(self.call, self._exchange)
             return lane, TaskJob(self, place, task, weights, slots, times)

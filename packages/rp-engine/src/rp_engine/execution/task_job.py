@@ -54,7 +54,7 @@ class TaskJob:
         self._weights = weights
         self._slots = slots
         self._stage = Stage(place, task, weights, slots, times)
-        self._retry: SmallerTaskRetry | None = None
+        self._retries: list[SmallerTaskRetry] = []
 
     def prefetch(self) -> None:
         """Start uploads whose turns are open."""
@@ -76,15 +76,15 @@ class TaskJob:
             self._guard(self._run)
         if self._owner.aborted:
             self._guard(self._latest.release_after_failure)
-        if self._retry is not None:
-            self._guard(self._retry.close)
+        for retry in self._retries:
+            self._guard(retry.close)
         self.leave()
         self._slots.clear()
         self._owner.note_end()
 
     @property
     def _latest(self) -> Stage:
-        return self._stage if self._retry is None or self._retry.stage is None else self._retry.stage
+        return [self._stage, *(retry.stage for retry in self._retries)][-1]
 
     def _run(self) -> None:
         error = shortage_of(self._stage.run)
@@ -94,10 +94,11 @@ class TaskJob:
             raise error
         self._note(error, self._stage.where())
         self._stage.withdraw()
-        self._retry = SmallerTaskRetry(self._place, self._weights, self._slots, self._note)
+        retry = SmallerTaskRetry(self._place, self._weights, self._slots, self._note, self._stage)
+        self._retries.append(retry)
         left = range(self._stage.next_microbatch, self._task.microbatches.stop)
         if left:
-            self._retry.run(replace(self._task, microbatches=left), error)
+            retry.run(replace(self._task, microbatches=left), error)
 
     def _note(self, error: BaseException, where: str) -> None:
         self._owner.note_shortage(self._task, error, where)

@@ -33,12 +33,26 @@ _SETTINGS = (
 _Settings = list[dict[str, Any]]
 
 
-class OptimizerWatch:
+class NoWatch:
+    """Of code outside of all step functions: nobody watches the optimizers that step there."""
+
+    is_inside: bool = False
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer begins a step; check it."""
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Note that the optimizer has stepped; warn if its settings changed while it waited for gradients."""
+
+
+class OptimizerWatch(NoWatch):
     """The optimizers that step in one model's step functions.
 
     `check`: called with each before it steps. One `TrainingWarning` is given if settings change outside of step
     functions while one may be running.
     """
+
+    is_inside: bool = True
 
     def __init__(self, check: Callable[[Optimizer], None]) -> None:
         self._check = check
@@ -55,25 +69,28 @@ class OptimizerWatch:
 
         `is_idle`: all earlier steps have ended; a running step may change settings itself.
         """
-        before: dict[Optimizer, _Settings] | None = None
-        if is_idle:
-            with self._lock:
-                known = dict(self._known)
-            if self._is_unsettled:
-                self._compare(known)
-            before = {optimizer: _settings(optimizer) for optimizer in known}
+        # Launched while another step runs: compared with the settings that it leaves.
+        before = self._settings_now() if is_idle else self._settings_left
         self._is_unsettled = is_async
         return lambda: self._run(step_fn, before)
+
+    def _settings_now(self) -> Callable[[], dict[Optimizer, _Settings]]:
+        known = self._settings_left()
+        if self._is_unsettled:
+            self._compare(known)
+        now = {optimizer: _settings(optimizer) for optimizer in known}
+        return lambda: now
+
+    def _settings_left(self) -> dict[Optimizer, _Settings]:
+        with self._lock:
+            return dict(self._known)
 
     def settle(self) -> None:
         """Note that all steps have been waited for."""
         self._is_unsettled = False
 
-    def _run(self, step_fn: Callable[[], object], before: Mapping[Optimizer, _Settings] | None) -> None:
-        with self._lock:
-            known = dict(self._known)
-        # Launched while another step ran: compare with the settings that it left.
-        self._compare(known if before is None else before)
+    def _run(self, step_fn: Callable[[], object], before: Callable[[], Mapping[Optimizer, _Settings]]) -> None:
+        self._compare(before())
         token = _WATCH.set(self)
         try:
             step_fn()
@@ -135,7 +152,7 @@ def _differ(before: _Settings, after: _Settings) -> bool:
 
 
 # The object whose step function runs in this context.
-_WATCH: ContextVar[OptimizerWatch | None] = ContextVar("_WATCH", default=None)
+_WATCH: ContextVar[NoWatch] = ContextVar("_WATCH", default=NoWatch())  # noqa: B039 - it has no state
 
 
 def warn_of_unfrozen(name: str, states: Sequence[ModelState]) -> None:
@@ -181,15 +198,13 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, *_: object) -> None:
     note_optimizer(steps=True)
     watched = _WATCH.get()
-    _refuse_nothing(optimizer, is_inside=watched is not None)
-    if watched is not None:
-        watched.begin(optimizer)
+    _refuse_nothing(optimizer, is_inside=watched.is_inside)
+    watched.begin(optimizer)
 
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     note_optimizer(steps=False)
-    if (watched := _WATCH.get()) is not None:
-        watched.end(optimizer)
+    _WATCH.get().end(optimizer)
 
 
 def _refuse_nothing(optimizer: Optimizer, *, is_inside: bool) -> None:

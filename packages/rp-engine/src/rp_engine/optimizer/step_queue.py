@@ -38,19 +38,31 @@ class StepQueue:
         self.results = runtime.peers.results(state)
         self._no_publication = Publication(name, state, self.results, {})
 
-    def prepare(self, take: Take, *, is_async: bool, gradients: Mapping[Block, Ticket] | None = None) -> ModelStep:
-        """Take a step's turns: to publish the last result, on gradients and, unless async, to publish its own.
+    def prepare(self, take: Take, *, is_async: bool) -> ModelStep:
+        """Take a step's turns: to publish the last result, on gradients and, unless async, to publish its own."""
+        return self._prepared(take, partial(self._on_gradients, take), is_async=is_async, is_consuming=False)
 
-        `gradients`: of a step during backward, its turns on gradients, in their order, which its call has taken.
-        """
+    def _on_gradients(self, take: Take) -> dict[Block, Ticket]:
+        return {block: take(block.gradient.turns, write=True) for block in self._state.trainable}
+
+    def prepare_consuming(self, take: Take, gradients: Mapping[Block, Ticket]) -> ModelStep:
+        """Do the same for a step during backward. `gradients`: the turns that its call has taken, in order."""
+        return self._prepared(take, lambda: gradients, is_async=False, is_consuming=True)
+
+    def _prepared(
+        self,
+        take: Take,
+        on_gradients: Callable[[], Mapping[Block, Ticket]],
+        *,
+        is_async: bool,
+        is_consuming: bool,
+    ) -> ModelStep:
         state = self._state
         state.make_masters()
         state.make_backs()
         state.stepped_runs = state.num_runs
         before = self._publication(take) if state.unpublished else self._no_publication
-        is_consuming = gradients is not None
-        if gradients is None:
-            gradients = {block: take(block.gradient.turns, write=True) for block in state.trainable}
+        gradients = on_gradients()
         after = self._no_publication if is_async else self._publication(take)
         # Until `note_launched` knows better: publishing once too often changes nothing.
         state.unpublished = True

@@ -10,7 +10,7 @@ from typing import Literal
 from rp_sched import LayerCost, Limits, Mode, Plan, PricedPlan, Replanner, Resource, Search
 from rp_telemetry.layer_times import ModelTimer
 
-from rp_engine.planning.plan_cache import CachedPlan, PlanCache
+from rp_engine.planning.plan_cache import NO_PLAN_CACHE, CachedPlan, NoPlanCache
 
 _LOG = logging.getLogger(__name__)
 # Samples before plans are searched with measured times, besides the dropped warm-up: one may be an outlier.
@@ -36,18 +36,18 @@ class PlanInUse:
         devices: int,
         microbatches: int,
         mode: Mode,
-        priced: Callable[[Limits], Limits] | None = None,
+        priced: Callable[[Limits], Limits] = lambda limits: limits,
         search_ms: float = 0.0,
-        cache: PlanCache | None = None,
+        cache: NoPlanCache = NO_PLAN_CACHE,
     ) -> None:
         self._timer = timer
-        self._priced: Callable[[Limits], Limits] = (lambda limits: limits) if priced is None else priced
+        self._priced = priced
         self._problem = tuple(guesses), limits
         self._devices = devices
         self._microbatches = microbatches
         self._mode: Mode = mode
         self._cache = cache
-        self._stored = None if cache is None else cache.load(len(guesses), mode, microbatches)
+        self._stored = cache.load(len(guesses), mode, microbatches)
         self._kept: CachedPlan | None = None
         # Whether any call has run under a plan.
         self._has_run = False
@@ -127,22 +127,22 @@ class PlanInUse:
                 )
             ).fits
         )
-        priced = next(fitting, None)
-        if priced is not None:
+        for priced in fitting:
             self._stored = None
             self._layers, self._limits = layers, priced.loads.limits
             self._replanner.start_with(priced, slower=stored.slower)
-        return priced is not None
+            return True
+        return False
 
     def _keep(self, priced: PricedPlan) -> None:
         """Tell why devices are idle, and keep the plan for the next process, once it is settled."""
-        if (because := self.idle_because) is not None and self._told_idle != priced.plan:
+        if (because := self.idle_because) and self._told_idle != priced.plan:
             self._told_idle = priced.plan
             idle = f"{priced.idle(self._devices)} of {self._devices} devices idle"
             fits_none = "no plan that uses all of them fits"
             why = fits_none if because == "nothing fits" else f"plans that use all of them are bound by {because}"
             _LOG.info("%s: %r leaves %s, since %s", self._timer.what, priced.plan, idle, why)
-        if self._cache is None or not self._replanner.is_settled:
+        if not self._replanner.is_settled:
             return
         settled = CachedPlan(priced.plan, frozenset(self._replanner.slower))
         if settled != self._kept:

@@ -7,14 +7,14 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import median
-from typing import Literal, Protocol
+from typing import Protocol
 
-from rp_sched import LayerCost, Mode, Plan, PricedPlan, Resource, simulated_ms
+from rp_sched import LayerCost, Mode, Plan, PricedPlan, simulated_ms
 from rp_telemetry.call_span import CallSpan
+from rp_telemetry.call_time import CallTime, IdleBecause
 from rp_telemetry.layer_times import ModelTimer
-from rp_telemetry.tables import table
 
 from rp_engine.planning.pricing import Pricing
 
@@ -25,89 +25,6 @@ CALLS = 8
 _NEWS = 0.1
 # The number of calls to remember that are not over: more than may be under way.
 _LAUNCHED = 64
-
-IdleBecause = Resource | Literal["nothing fits"]
-
-
-@dataclass(frozen=True, slots=True)
-class CallTime:
-    """The time that a plan promises and the time that its calls took, in milliseconds per call.
-
-    >>> CallTime("model 'm', fused calls of 8 microbatches", Plan(fused=range(4)), 75.0, 100.0, 8, "device").error
-    -0.25
-
-    `what`: the model and the kind of call. `promised_ms`: simulated with what was measured of layers, links and
-    host; None while calls of this kind are not measured. `measured_ms`: the median of the last `calls` calls; None
-    if there were none. `bound_by`: what the simulation keeps busy for the longest time, or the
-    network between machines if a step's traffic takes longer: `network_ms`, None for one machine. `idle_devices`:
-    the devices that have no task in a call. `idle_because`: what bounds plans that use all devices, or that none
-    fits; None if the plan leaves none idle, is a user's, or was not yet compared with others.
-
-    A call counts if it was launched before the previous call's gradients were on the host, with nothing in
-    between. Its time runs from the end of the previous call to its own end, when its own gradients are on the
-    host. If the caller waits for its step (`is_async=False`), or does other things for long, no call counts.
-    """
-
-    what: str
-    plan: Plan
-    promised_ms: float | None
-    measured_ms: float | None
-    calls: int
-    bound_by: Resource | Literal["network"] | None
-    network_ms: float | None = None
-    idle_devices: int = 0
-    idle_because: IdleBecause | None = None
-
-    @property
-    def error(self) -> float | None:
-        """The promised time over the measured one, less 1; None while one of them is unknown."""
-        if self.promised_ms is None or self.measured_ms is None:
-            return None
-        return self.promised_ms / self.measured_ms - 1
-
-    def __str__(self) -> str:
-        return as_table([self])
-
-
-def as_table(times: Sequence[CallTime]) -> str:
-    """Format several calls' times as one table.
-
-    >>> print(as_table([CallTime("m", Plan(fused=range(4)), 98.0, 100.0, 8, "device")]))
-    calls  |          plan |  promised |   measured | error | bound by
-    m      | Plan(FB[0:4]) | 98.000 ms | 100.000 ms | -2.0% |   device
-    """
-    # Only calls of several machines have times of a network.
-    has_network = any(one.network_ms is not None for one in times)
-    has_idle = any(one.idle_devices for one in times)
-    rows = [
-        [
-            one.what,
-            repr(one.plan),
-            _ms(one.promised_ms),
-            _ms(one.measured_ms),
-            _error(one.error),
-            one.bound_by or "-",
-            *([_ms(one.network_ms)] if has_network else []),
-            *([_idle(one)] if has_idle else []),
-        ]
-        for one in times
-    ]
-    more = [*(["network"] if has_network else []), *(["idle devices"] if has_idle else [])]
-    return table(["calls", "plan", "promised", "measured", "error", "bound by", *more], rows)
-
-
-def _idle(time: CallTime) -> str:
-    because = "" if time.idle_because is None else f" ({time.idle_because})"
-    return f"{time.idle_devices}{because}"
-
-
-def _ms(ms: float | None) -> str:
-    return "-" if ms is None else f"{ms:.3f} ms"
-
-
-def _error(error: float | None) -> str:
-    return "-" if error is None else f"{error:+.1%}"
-
 
 Guesses = Callable[[], Sequence[LayerCost]]
 
@@ -129,25 +46,43 @@ class InUse(Protocol):
         ...
 
 
+class UsersPlan:
+    """A user's plan, which promises nothing and changes with no measurement: see `InUse`."""
+
+    idle_because: IdleBecause | None = None
+
+    def promised_ms(self, plan: Plan) -> float | None:
+        """Nothing is known."""
+        del plan
+
+    def note(self, plan: Plan, call_ms: float) -> None:
+        """Nothing follows."""
+
+
+_USERS = UsersPlan()
+
+
 class _UnderPlan:
     """The calls under one plan. `guesses`, `in_use`: see `CallLog.follow`."""
 
-    def __init__(self, timer: ModelTimer, plan: Plan, guesses: Guesses, in_use: InUse | None) -> None:
+    def __init__(self, timer: ModelTimer, plan: Plan, guesses: Guesses, in_use: InUse) -> None:
         self.timer = timer
         self.plan = plan
         self.guesses = guesses
         self.in_use = in_use
-        self._last: CallSpan | None = None
+        # At first one that none follows.
+        self._last = CallSpan(number=-1)
         self._ms: deque[float] = deque(maxlen=CALLS)
-        self._logged_error: float | None = None
+        self._logged_error = -math.inf
 
     def note(self, call: CallSpan, network_ms: float | None) -> None:
         """Add a call; it counts if it directly follows the previous one. `network_ms`: see `CallTime`."""
-        if self._last is not None and call.follows(self._last):
+        if call.follows(self._last):
             self._ms.append((call.ended_s - self._last.ended_s) * 1e3)
         self._last = call
-        promised = None if self.in_use is None else self.in_use.promised_ms(self.plan)
-        self._compare(None if promised is None else max(promised, network_ms or 0.0))
+        promised = self.in_use.promised_ms(self.plan)
+        if promised is not None and len(self._ms) == CALLS:
+            self._compare(max(promised, network_ms or 0.0), median(self._ms))
 
     @property
     def calls(self) -> int:
@@ -159,14 +94,11 @@ class _UnderPlan:
         """The median of the latest calls."""
         return median(self._ms) if self._ms else None
 
-    def _compare(self, promised: float | None) -> None:
+    def _compare(self, promised: float, measured: float) -> None:
         """Log the promised and the measured time once both are known, and again when they drift apart."""
-        measured = self.measured_ms
-        if promised is None or measured is None or len(self._ms) < CALLS:
-            return
         error = promised / measured - 1
-        if self._logged_error is None or abs(error) > self._logged_error + _NEWS:
-            words = "took" if self._logged_error is None else "now take"
+        if abs(error) > self._logged_error + _NEWS:
+            words = "took" if math.isinf(self._logged_error) else "now take"
             _LOG.info(
                 "%s: %r promised %.3f ms a call, calls %s %.3f ms (%+.1f %%)",
                 *(self.timer.what, self.plan, promised, words, measured, 100 * error),
@@ -181,7 +113,7 @@ class CallLog:
         self._pricing = pricing
         self._plans: dict[tuple[Mode, int], _UnderPlan] = {}
         # By their numbers, calls that are not over.
-        self._launched: dict[int, tuple[_UnderPlan, InUse | None]] = {}
+        self._launched: dict[int, tuple[_UnderPlan, InUse]] = {}
         # The end of the latest call that is over.
         self._ended_s = -math.inf
 
@@ -193,17 +125,16 @@ class CallLog:
         microbatches: int,
         plan: Plan,
         guesses: Guesses,
-        in_use: InUse | None = None,
+        in_use: InUse = _USERS,
     ) -> None:
         """Note that the call with this number, which is launched next, runs under this plan.
 
-        `guesses`: costs of the layers without their times. `in_use`: what has planned it; None for users' plans.
+        `guesses`: costs of the layers without their times. `in_use`: what has planned it.
         """
-        known = self._plans.get((mode, microbatches))
-        if known is None or known.plan != plan:
+        known = self._plans.setdefault((mode, microbatches), _UnderPlan(timer, plan, guesses, in_use))
+        if known.plan != plan:
             self._plans[mode, microbatches] = known = _UnderPlan(timer, plan, guesses, in_use)
-        else:
-            known.guesses, known.in_use = guesses, in_use
+        known.guesses, known.in_use = guesses, in_use
         # Calls that failed are never over.
         self._launched = {other: call for other, call in self._launched.items() if other > number - _LAUNCHED}
         self._launched[number] = known, in_use
@@ -214,11 +145,11 @@ class CallLog:
         For plans, calls count that `CallTime` leaves out, too: from the end of the call before, or from their
         launch if that is later. Not those whose backward pass the caller runs: their end depends on the caller.
         """
-        under, in_use = self._launched.pop(call.number, (None, None))
-        if under is None:
+        if call.number not in self._launched:
             return
+        under, in_use = self._launched.pop(call.number)
         under.note(call, self._network_ms(mode, under.plan))
-        if in_use is not None and mode != "train" and call.ended_s > self._ended_s:
+        if mode != "train" and call.ended_s > self._ended_s:
             in_use.note(under.plan, (call.ended_s - max(call.launched_s, self._ended_s)) * 1e3)
         self._ended_s = max(self._ended_s, call.ended_s)
 
@@ -231,21 +162,28 @@ class CallLog:
         return [self._time(mode, count, under) for (mode, count), under in self._plans.items()]
 
     def _time(self, mode: Mode, microbatches: int, under: _UnderPlan) -> CallTime:
-        priced_plan = self._priced_plan(mode, microbatches, under) if under.timer.estimator.samples else None
-        devices = self._pricing.devices
-        alone_ms = None if priced_plan is None else _simulated_ms(priced_plan, devices)
-        network_ms = self._network_ms(mode, under.plan)
-        is_slow = (network_ms or 0.0) > (alone_ms or 0.0)
-        return CallTime(
+        time = CallTime(
             what=under.timer.what,
             plan=under.plan,
-            promised_ms=None if alone_ms is None else max(alone_ms, network_ms or 0.0),
+            promised_ms=None,
             measured_ms=under.measured_ms,
             calls=under.calls,
-            bound_by=None if priced_plan is None else "network" if is_slow else priced_plan.bottleneck(devices),
-            network_ms=network_ms,
-            idle_devices=0 if priced_plan is None else priced_plan.idle(devices),
-            idle_because=None if under.in_use is None else under.in_use.idle_because,
+            bound_by=None,
+            network_ms=self._network_ms(mode, under.plan),
+            idle_because=under.in_use.idle_because,
+        )
+        if not under.timer.estimator.samples:
+            return time
+        return self._with_promise(time, self._priced_plan(mode, microbatches, under))
+
+    def _with_promise(self, time: CallTime, priced_plan: PricedPlan) -> CallTime:
+        devices, network_ms = self._pricing.devices, time.network_ms or 0.0
+        alone_ms = _simulated_ms(priced_plan, devices)
+        return replace(
+            time,
+            promised_ms=max(alone_ms, network_ms),
+            bound_by="network" if network_ms > alone_ms else priced_plan.bottleneck(devices),
+            idle_devices=priced_plan.idle(devices),
         )
 
     def _network_ms(self, mode: Mode, plan: Plan) -> float | None:

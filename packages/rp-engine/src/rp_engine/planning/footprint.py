@@ -65,8 +65,8 @@ class Footprint:
     def kept_bytes(self, layer: int, rows: int) -> int:
         """Return the bytes that a layer keeps for a backward; 0 if other layers were measured, but not it."""
         codes = self._codes.get(layer, 0)
-        if (ends := self._measured.get(layer)) is not None:
-            return codes + _on_line(ends, rows)
+        if layer in self._measured:
+            return codes + _on_line(self._measured[layer], rows)
         return codes if self.is_measured else codes + self._guessed[layer] * rows
 
     def note_codes(self, codes: Mapping[int, int]) -> None:
@@ -86,9 +86,9 @@ class Footprint:
             self._spared = spared
             self.version += 1
 
-    def spared_bytes(self, layer: int | None = None) -> int:
-        """Return how many bytes fewer than a layer's weights, or those of all, are uploaded."""
-        return sum(self._spared.values()) if layer is None else self._spared.get(layer, 0)
+    def spared_bytes(self, layers: Iterable[int]) -> int:
+        """Return how many bytes fewer than these layers' weights are uploaded."""
+        return sum(self._spared.get(layer, 0) for layer in layers)
 
     def working_at(self, rows: int) -> int:
         """Return the workspace for `rows`: on a line between measured ones; beyond the largest, in proportion.
@@ -152,16 +152,14 @@ class Footprint:
     def note_shortage(self, task: Task, costs: Sequence[LayerCost], rows: int) -> None:
         """Note that a task of several layers ran out of memory: later ones must be predicted to take less."""
         if len(task.layers) > 1:
-            known = self._too_much.get(rows)
             nbytes = _task_bytes(task, costs)
-            self._too_much[rows] = nbytes if known is None else min(nbytes, known)
+            self._too_much[rows] = min(nbytes, self._too_much.get(rows, nbytes))
             self.num_shortages += 1
             self.version += 1
 
-    def most_bytes(self, rows: int) -> int | None:
-        """Return the most bytes that a task may be predicted to take; None if every task has fit so far."""
-        known = [nbytes for few, nbytes in self._too_much.items() if few <= rows]
-        return int(min(known) * _RETREAT) if known else None
+    def most_bytes(self, rows: int) -> float:
+        """Return the most bytes that a task may be predicted to take; infinite if every task has fit so far."""
+        return min((nbytes for few, nbytes in self._too_much.items() if few <= rows), default=math.inf) * _RETREAT
 
 
 def coded_nbytes(block: Block) -> int:

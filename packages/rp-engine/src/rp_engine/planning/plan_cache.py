@@ -53,7 +53,21 @@ def cache_folder() -> Path | None:
     return caches / "rp-engine" / "plans" if caches.is_absolute() else None
 
 
-class PlanCache:
+class NoPlanCache:
+    """Of plans that are not kept from process to process."""
+
+    def load(self, num_layers: int, mode: Mode, microbatches: int) -> CachedPlan | None:
+        """Return what was kept; None if there is nothing, or nothing that suits such calls."""
+        return None
+
+    def save(self, settled: CachedPlan) -> None:
+        """Keep this in place of what was kept before."""
+
+
+NO_PLAN_CACHE = NoPlanCache()
+
+
+class PlanCache(NoPlanCache):
     """The plan of one kind of call, kept from process to process.
 
     `facts`: all that it depends on. A plan is loaded only for equal ones. Nothing here raises: what cannot be read
@@ -83,12 +97,11 @@ class PlanCache:
 
     def load(self, num_layers: int, mode: Mode, microbatches: int) -> CachedPlan | None:
         """Return what was kept; None if there is nothing, or nothing that suits such calls."""
-        folder = cache_folder()
-        path = None if folder is None else folder / self._name
+        if (folder := cache_folder()) is None:
+            return None
+        path = folder / self._name
         try:
-            if path is None or not path.exists():
-                return None
-            return self._read(path, num_layers, mode, microbatches)
+            return self._read(path, num_layers, mode, microbatches) if path.exists() else None
         except (OSError, ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
             _LOG.warning("the plan in %s is ignored, since it cannot be read: %s", path, error)
             return None

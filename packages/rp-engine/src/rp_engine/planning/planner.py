@@ -24,7 +24,7 @@ from rp_engine.planning.adaptive import PlanInUse
 from rp_engine.planning.call_log import CallLog
 from rp_engine.planning.footprint import Footprint, resident_bytes
 from rp_engine.planning.microbatches import counts_of, fastest
-from rp_engine.planning.plan_cache import PlanCache
+from rp_engine.planning.plan_cache import NO_PLAN_CACHE, PlanCache
 from rp_engine.planning.pricing import FORWARD_PART, LAUNCH_MS, Pricing
 from rp_engine.planning.with_state import assign_layers, stateful_tasks
 from rp_engine.runtime.runtime import Runtime
@@ -74,7 +74,7 @@ class Planner:
     def forget(self) -> None:
         """Drop all plans and measurements, since the layers have changed."""
         self._timers: dict[tuple[Mode, int], ModelTimer] = {}
-        self._homes: tuple[tuple[int, ...], ...] | None = None
+        self._homes: tuple[tuple[int, ...], ...] = ()
         # Each with the footprint's version and number of shortages at its last update. It is updated when the
         # version has changed, and told whether memory has run out since.
         self._plans: dict[object, tuple[tuple[int, int], PlanInUse]] = {}
@@ -203,7 +203,7 @@ class Planner:
 
     def homes(self) -> tuple[tuple[int, ...], ...]:
         """Return the layers of each device in calls whose state stays there; the same until layers change."""
-        if self._homes is None:
+        if not self._homes:
             self._homes = assign_layers(self._state.layers, self._runtime)
         return self._homes
 
@@ -253,12 +253,11 @@ class Planner:
         writers = tuple(layer.index for layer in self._state.layers if _may_write(layer))
         rows = _rounded_up(size.rows)
         key = (mode, size.microbatches, writers, rows if self._sees_memory else 0)
-        known = self._plans.get(key)
         state = self.footprint.version, self.footprint.num_shortages
-        if known is None:
+        if key not in self._plans:
             plan = self._new_plan(mode, size.microbatches, rows)
         else:
-            (version, shortages), plan = known
+            (version, shortages), plan = self._plans[key]
             if version != self.footprint.version:
                 plan.update(*self._problem(mode, rows), ran_out=shortages != self.footprint.num_shortages)
         self._plans[key] = (state, plan)
@@ -309,9 +308,10 @@ class Planner:
         """Return the assumed cost of each layer: measured if calls of this mode were, otherwise guessed."""
         guesses = self._guesses(0)
         timers = [timer for (kind, _), timer in self._timers.items() if kind == mode]
-        best = max((timer.estimator for timer in timers), key=lambda one: one.samples, default=None)
-        if best is None or not best.samples:
+        measured = [timer.estimator for timer in timers if timer.estimator.samples]
+        if not measured:
             return guesses
+        best = max(measured, key=lambda one: one.samples)
         # On a copy: `costs` changes the estimator, which compares with the times it returned last.
         return list(copy.deepcopy(best).costs(guesses))
 
@@ -320,7 +320,7 @@ class Planner:
             _guessed_cost(
                 layer,
                 self.footprint.kept_bytes(layer.index, rows),
-                self.footprint.spared_bytes(layer.index),
+                self.footprint.spared_bytes([layer.index]),
             )
             for layer in self._state.layers
         ]
@@ -347,7 +347,7 @@ class Planner:
             priced=partial(self.pricing.priced, timer),
             # On CPU devices a search takes cores from calls, and their times say little of the next process.
             search_ms=0.0 if self._on_host else _SEARCH_MS,
-            cache=None if self._on_host else PlanCache.of(self._name, self._state, self._runtime, facts),
+            cache=NO_PLAN_CACHE if self._on_host else PlanCache.of(self._name, self._state, self._runtime, facts),
         )
 
     def _caution(self, mode: Mode, rows: int) -> float:

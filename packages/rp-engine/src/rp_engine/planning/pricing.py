@@ -95,8 +95,9 @@ class Pricing:
         copies = 2 if host.double_buffer else 1
         trainable = sum(block.nbytes for block in self._state.trainable)
         # As costs have them.
-        weights = sum(block.nbytes for block in self._state.blocks) - self._footprint.spared_bytes()
-        return weights + copies * trainable
+        weights = sum(block.nbytes for block in self._state.blocks)
+        spared = self._footprint.spared_bytes(range(len(self._state.layers)))
+        return weights - spared + copies * trainable
 
     def note_call(self, timer: ModelTimer, priced_plan: PricedPlan, call_ms: float) -> None:
         """Note the time of calls under this plan, which corrects the GIL's costs from the next call on."""
@@ -147,8 +148,7 @@ class Pricing:
             budget = guessed
         else:
             budget = max(self.usable_bytes - self._footprint.working_at(rows), int(smallest * _LEAST_SHARE))
-        most = self._footprint.most_bytes(rows)
-        return max(budget if most is None else min(budget, most), largest_layer, 1)
+        return max(int(min(budget, self._footprint.most_bytes(rows))), largest_layer, 1)
 
     @property
     def usable_bytes(self) -> int:

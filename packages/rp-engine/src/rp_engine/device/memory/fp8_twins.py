@@ -55,22 +55,22 @@ class Fp8Twins:
         ready = self._ready.get(index, _PLAIN)
         if ready.products is products and (ready.for_backward or not for_backward):
             return
-        names = () if products is None else products.choice.chosen[index]
+        recipes = {} if products is None else dict.fromkeys(products.choice.chosen[index], products.recipe)
         linears = self._linears.setdefault(index, {})
-        if missing := [name for name in names if name not in linears]:
+        if missing := [name for name in recipes if name not in linears]:
             modules = by_name(twin)
             linears.update((name, _made(modules[name])) for name in missing)
         for name, linear in linears.items():
-            linear.recipe = products.recipe if products is not None and name in names else None
-        using = [(name, one) for name, one in linears.items() if one.recipe is not None]
+            linear.recipe = recipes.get(name)
+        using = [(name, one) for name, one in linears.items() if name in recipes]
         self._direct[index] = _multiplied_packed(twin, using, packed)
         for _, linear in using:
-            own = packed.get(id(linear.parameter))
-            if (rows := coded.get(id(linear.parameter))) is not None:
-                linear.take(rows, backward=for_backward, has_shape=True)
-            elif own is None:
+            key = id(linear.parameter)
+            if key in coded:
+                linear.take(coded[key], backward=for_backward, has_shape=True)
+            elif key not in packed:
                 linear.cast(backward=for_backward)
-            elif own in self._direct[index] and (rows := own.row_codes()) is not None:
+            elif packed[key] in self._direct[index] and (rows := packed[key].row_codes()) is not None:
                 linear.take(rows, backward=for_backward)
             else:
                 linear.forget()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median_low
@@ -35,10 +36,10 @@ class ActivationMemory:
     def __init__(self, layers: Sequence[LayerState]) -> None:
         self._inputs = [_width(layer) for layer in layers]
         self._outputs = _width(layers[-1], of_output=True)
-        # The pool before the first call, which may hold what other models have left; None if that is unknown.
-        self._before: int | None = None
-        # Measured bytes for each guessed one; None if nothing was measured.
-        self._factor: float | None = None
+        # The pool before the first call, which may hold what other models have left; infinite if that is unknown.
+        self._before = math.inf
+        # Measured bytes for each guessed one; infinite if nothing was measured.
+        self._factor = math.inf
         # The largest guess of a launched call.
         self._most_guessed = 0
 
@@ -46,7 +47,7 @@ class ActivationMemory:
         """What the next call takes: proportional to its rows, as `rp_sched.host_bytes` counts them."""
         widths = held_at_once(tasks, self._inputs)
         guessed = size.rows * size.microbatches * (widths + (self._outputs if keeps_outputs else 0))
-        if self._factor is None or guessed > _KNOWN_UP_TO * self._most_guessed:
+        if math.isinf(self._factor) or guessed > _KNOWN_UP_TO * self._most_guessed:
             return ExpectedActivations(guessed, guessed, is_measured=False)
         return ExpectedActivations(int(guessed * self._factor), guessed, is_measured=True)
 
@@ -61,9 +62,8 @@ class ActivationMemory:
         """
         if not self._most_guessed:
             self._before = pool_bytes
-        elif self._before is not None and pool_bytes > self._before:
-            factor = (pool_bytes - self._before) / self._most_guessed
-            self._factor = factor if self._factor is None else min(self._factor, factor)
+        elif pool_bytes > self._before:
+            self._factor = min(self._factor, (pool_bytes - self._before) / self._most_guessed)
 
 
 def held_at_once(tasks: Sequence[Task], input_bytes: Sequence[int]) -> int:

@@ -29,10 +29,16 @@ class SmallerTaskRetry:
     Gradients that were delivered stay; those of unfinished parts are summed anew.
 
     `weights`: of the attempt that failed; it has been withdrawn. `note`: called with each error and where it was.
+    `stage`: has run the task.
     """
 
     def __init__(
-        self, place: TaskContext, weights: Weights, slots: TaskSlots, note: Callable[[BaseException, str], None]
+        self,
+        place: TaskContext,
+        weights: Weights,
+        slots: TaskSlots,
+        note: Callable[[BaseException, str], None],
+        stage: Stage,
     ) -> None:
         self._place = place
         self._slots = slots
@@ -42,7 +48,7 @@ class SmallerTaskRetry:
         self._owed = weights.sums.undelivered()
         self._on = replace(weights.on, may_outlive=False)
         # That which has run the latest part.
-        self.stage: Stage | None = None
+        self.stage = stage
 
     def run(self, task: Task, error: BaseException) -> None:
         """Run `task`, which failed with `error`.
