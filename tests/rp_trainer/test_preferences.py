@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import trl
 from datasets import Dataset
 from packaging.version import Version
 from peft import LoraConfig
+from rp_data import read_preferences
 from rp_trainer import OnDevices, RoundPipeMixin
 from sometimes import one_in
 from tiny import ARGUMENTS, LOGGED, assert_same, causal_lm, logs, rewarding, sentences, tokenizer
@@ -108,3 +110,20 @@ def test_so_they_are_with_all_losses(name, settings, tmp_path, options):
     if settings.get("loss_type") in ("robust", "exo_pair"):
         settings = {**settings, "label_smoothing": 0.1}
     assert_as_unchanged(name, tmp_path, options, settings)
+
+
+@pytest.mark.parametrize("name", one_in(4, ["kto", "dpo", "reward", "orpo"]))
+def test_pairs_that_were_read_from_a_file_train_as_those_of_trl(name, tmp_path, options, monkeypatch):
+    asked, one, other = sentences(9, 1), sentences(9, 2), sentences(9, 3)
+    # The prompt is only in the answers: TRL finds it by itself.
+    rows = [{"chosen": f"{a} {b}", "rejected": f"{a} {c}"} for a, b, c in zip(asked, one, other, strict=True)]
+    rows = [row for row in rows if row["chosen"] != row["rejected"]]
+    tmp_path.joinpath("data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    kind, config, _ = KINDS[name]
+    monkeypatch.setitem(KINDS, name, (kind, config, Dataset.from_list(rows)))
+    wanted = trained(name, tmp_path, {})
+    monkeypatch.setitem(KINDS, name, (kind, config, read_preferences(tmp_path / "data.jsonl")))
+
+    found = trained(name, tmp_path, {}, (RoundPipeMixin,), roundpipe=options)
+
+    assert_same(found, wanted, NAMES)

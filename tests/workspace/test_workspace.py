@@ -105,7 +105,7 @@ def test_members_ask_for_those_siblings_alone_that_they_import(member: Path) -> 
             "rp-transfer",
         },
         "rp-strangers": {"rp-presets", "rp-trainer"},
-        "rp-data": {"rp-presets", "rp-strangers", "rp-trainer"},
+        "rp-data": {"rp-presets", "rp-sources", "rp-strangers", "rp-trainer"},
         "rp-adapters": {"rp-checkpoint", "rp-presets", "rp-strangers", "rp-trainer"},
         "rp-estimate": {
             *leaves - {"rp-dist"},

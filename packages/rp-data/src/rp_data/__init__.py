@@ -6,6 +6,7 @@ other files make documents of samples, and batches of documents, which depend on
 
 from rp_data.batching.batches import Sequences, Steps
 from rp_data.documents import Document, Documents, held_out
+from rp_data.preferences import read_preferences
 from rp_data.reading import Eyes, Manner, check_some, read_all
 from rp_data.rows.documents import read_samples
 from rp_data.samples import Chat, Completion, Sample, Text
@@ -28,5 +29,6 @@ __all__ = [
     "check_some",
     "held_out",
     "read_all",
+    "read_preferences",
     "read_samples",
 ]

@@ -54,14 +54,20 @@ def read_samples(
 
 
 def _samples(option: str, file: Path, notes: Notes) -> Iterator[Sample]:
+    rows = rows_of(option, file, notes)
+    if rows is None:
+        return iter([Text(str(file), decoded(option, str(file), content(option, file)))])
+    return _converted(option, rows, notes, file.parent)
+
+
+def rows_of(option: str, file: Path, notes: Notes) -> Iterator[Row] | None:
+    """Return the rows of a file, with their places and without nulls; None if it is a text."""
     kind = kind_of(file)
     if kind in JSON_LINES | {JSON}:
-        return _converted(option, json_rows(option, file, notes), notes, file.parent)
+        return json_rows(option, file, notes)
     if kind in TABLES:
-        return _converted(option, separated_rows(option, file, notes), notes, file.parent)
-    if kind in (PARQUET, ARROW):
-        return _converted(option, stored_rows(option, file), notes, file.parent)
-    return iter([Text(str(file), decoded(option, str(file), content(option, file)))])
+        return separated_rows(option, file, notes)
+    return stored_rows(option, file) if kind in (PARQUET, ARROW) else None
 
 
 def samples_of(

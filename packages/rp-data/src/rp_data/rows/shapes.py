@@ -38,8 +38,8 @@ def sample_of(option: str, place: str, row: Row, folder: Path | None = None) -> 
     found = ", ".join(map(repr, row)) or "nothing"
     if set(_PREFERENCES) <= set(row):
         raise Refused(
-            f"{option} {place} is a pair to choose of, which the trainers learn from (docs/trainer.md); for this "
-            "command, rename 'chosen' to 'messages' or 'completion'"
+            f"{option} {place} is a pair to choose of, which trainers learn from (docs/how-to/preferences.md); "
+            "for this command, rename 'chosen' to 'messages' or 'completion'"
         )
     raise Refused(f"{option} {place} must have {_WANTED}, but has {found}")
 
@@ -62,13 +62,13 @@ def _seeing(option: str, row: Row, sample: Sample, folder: Path) -> Sample:
 
 def _of_messages(option: str, place: str, row: Row) -> Chat:
     return _chat(
-        option, place, row, _after_system(row, messages_of(f"{option} {place}", "messages", row["messages"]))
+        option, place, row, after_system(row, messages_of(f"{option} {place}", "messages", row["messages"]))
     )
 
 
 def _of_conversations(option: str, place: str, row: Row) -> Chat:
     messages = messages_of(f"{option} {place}", "conversations", row["conversations"])
-    return _chat(option, place, row, _after_system(row, messages))
+    return _chat(option, place, row, after_system(row, messages))
 
 
 def _of_completion(option: str, place: str, row: Row) -> Sample:
@@ -83,11 +83,20 @@ def _of_instruction(option: str, place: str, row: Row) -> Chat:
     instruction, given, output = (
         _string(option, place, {"input": "", **row}, name) for name in ("instruction", "input", "output")
     )
-    asked = f"{instruction}\n{given}" if given else instruction
-    earlier = _history(option, place, row)
-    messages = [*earlier, _says(USER, asked), _says(ASSISTANT, output)]
-    plain = None if earlier or "system" in row else Completion(place, _alpaca(instruction, given), output)
-    return _chat(option, place, row, _after_system(row, messages), plain=plain)
+    asked = asked_of(option, place, row)
+    is_alone = len(asked) == 1 and "system" not in row
+    plain = Completion(place, _alpaca(instruction, given), output) if is_alone else None
+    return _chat(option, place, row, after_system(row, [*asked, says(ASSISTANT, output)]), plain=plain)
+
+
+def asked_of(option: str, place: str, row: Row) -> list[Message]:
+    """Return what Alpaca's fields ask: the earlier turns, and then the instruction with its input.
+
+    >>> asked_of("--data", "a:1", {"instruction": "Add.", "input": "1+1"})
+    [{'role': 'user', 'content': 'Add.\\n1+1'}]
+    """
+    instruction, given = (_string(option, place, {"input": "", **row}, name) for name in ("instruction", "input"))
+    return [*_history(option, place, row), says(USER, f"{instruction}\n{given}" if given else instruction)]
 
 
 def _history(option: str, place: str, row: Row) -> list[Message]:
@@ -96,7 +105,7 @@ def _history(option: str, place: str, row: Row) -> list[Message]:
     if not isinstance(pairs, list) or not all(map(_is_pair, cast("list[object]", pairs))):
         raise Refused(f"{option} {place}: 'history' must be pairs of texts, but is {pairs!r:.60}")
     turns = cast("list[tuple[str, str]]", pairs)
-    return [message for asked, said in turns for message in (_says(USER, asked), _says(ASSISTANT, said))]
+    return [message for asked, said in turns for message in (says(USER, asked), says(ASSISTANT, said))]
 
 
 def _is_pair(value: object) -> bool:
@@ -125,15 +134,16 @@ _SHAPES: Mapping[Sequence[str], Callable[[str, str, Row], Sample]] = {
 _WANTED = ", ".join(" and ".join(map(repr, names)) for names in _SHAPES).replace(", 'text'", ", or 'text'")
 
 
-def _says(role: str, content: str) -> Message:
+def says(role: str, content: str) -> Message:
+    """Return a message."""
     return {"role": role, "content": content}
 
 
-def _after_system(row: Row, messages: list[Message]) -> list[Message]:
+def after_system(row: Row, messages: list[Message]) -> list[Message]:
     """Return the messages after the system's, if a field of its own has that."""
     system = row.get("system")
     has_own = messages[0].get("role") == SYSTEM
-    return [_says(SYSTEM, system), *messages] if isinstance(system, str) and system and not has_own else messages
+    return [says(SYSTEM, system), *messages] if isinstance(system, str) and system and not has_own else messages
 
 
 def _chat(
@@ -149,15 +159,15 @@ def _chat(
     return Chat(
         place,
         messages,
-        _listed(parsed(f"{option} {place}", "tools", tools)),
-        _listed(documents),
+        listed(parsed(f"{option} {place}", "tools", tools)),
+        listed(documents),
         prompted,
         plain,
         cast("Mapping[str, Any]", options) if isinstance(options, dict) else {},
     )
 
 
-def _listed(value: Any) -> Sequence[Any] | None:
+def listed(value: Any) -> Sequence[Any] | None:
     """Return a list with anything in it, else None: templates for tools are not for conversations without any."""
     return cast("list[Any]", value) if isinstance(value, list) and value else None
 
