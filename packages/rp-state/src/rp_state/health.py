@@ -21,7 +21,7 @@ class _State(Protocol):
     @property
     def error(self) -> str | None: ...
 
-    def refuse(self, refusal: Callable[[str], Exception]) -> None:
+    def refuse(self, refusal: Callable[[str], BaseException]) -> None:
         """Raise what `refusal` makes of the error in words, unless it is whole."""
         ...
 
@@ -31,7 +31,7 @@ class _Whole:
     run: float = math.inf
     error: str | None = None
 
-    def refuse(self, refusal: Callable[[str], Exception]) -> None:
+    def refuse(self, refusal: Callable[[str], BaseException]) -> None:
         """Nothing to refuse."""
 
 
@@ -43,7 +43,7 @@ class _Left:
     run: float = 0
     is_whole: bool = False
 
-    def refuse(self, refusal: Callable[[str], Exception]) -> None:
+    def refuse(self, refusal: Callable[[str], BaseException]) -> None:
         raise refusal(self.error)
 
 
@@ -85,6 +85,11 @@ class Health:
         """Return the error, in words, of a run that left part of its gradients and was launched before `run`."""
         found = self._gradients
         return found.error if found.run < run else None
+
+    def refuse_incomplete_before(self, run: int, refusal: Callable[[str], BaseException]) -> None:
+        """Raise what `refusal` makes of the error if a run before this one left part of its gradients."""
+        if self._gradients.run < run:
+            self._gradients.refuse(refusal)
 
     @property
     def has_whole_step(self) -> bool:

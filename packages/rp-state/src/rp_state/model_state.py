@@ -88,6 +88,11 @@ class HostOptions:
     frozen: FrozenDisk | None = None
     coded: Coded = code_none
 
+    @property
+    def will_train(self) -> bool:
+        """Whether the model is wrapped to be trained, rather than perhaps: its masters have a dtype."""
+        return self.optim_dtype is not None
+
 
 class ModelState:
     """The host side of one model. The launcher changes it.

@@ -62,10 +62,10 @@ class Weights:
         *,
         spare_bytes: int = 0,
         times: Untimed = UNTIMED,
-        saved: dict[Block, torch.Tensor | None] | None = None,
+        saved: dict[Block, torch.Tensor | None],
     ) -> None:
         self.on = on
-        self.saved: dict[Block, torch.Tensor | None] = {} if saved is None else saved
+        self.saved = saved
         self._times = times
         self._tracer = on.tracer
         self._lane = on.lane

@@ -117,7 +117,7 @@ class Restoring:
 
 def _replace(state: ModelState, parameters: Mapping[torch.Tensor, torch.Tensor]) -> None:
     for old, new in parameters.items():
-        if new is not old and (master := state.masters.pop(old, None)) is not None:
-            state.masters[new] = master
+        if new is not old and old in state.masters:
+            state.masters[new] = state.masters.pop(old)
         if new is not old:
             state.shards.replace(old, new)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 from rp_errors import warn_user
 from rp_packing import Decision, Fp8
@@ -38,6 +39,12 @@ from rp_engine.settings.run_config import Compute, RoundPipeRunConfig
 # In one of so many training calls, what layers recompute is compared with what their forward gave: a layer may
 # cease to compute the same after its first calls, in which it is examined.
 _COMPARED_EACH = 64
+# Whether a call in evaluation mode draws a seed, by what was seen of earlier ones.
+_DRAWS: dict[bool | None, Literal["surely", "perhaps", "never"]] = {
+    True: "surely",
+    None: "perhaps",
+    False: "never",
+}
 
 
 class Runs(Observer):
@@ -157,10 +164,10 @@ class Runs(Observer):
         if compares:
             # Also whether layers draw from Python's generators is looked at anew.
             state.habits = replace(state.habits, not_drawing=set(), sources={})
-        draws = config.preserve_rng_state is not False and self._draws(aside, with_grad=with_grad)
+        draws = "never" if config.preserve_rng_state is False else self._draws(aside, with_grad=with_grad)
         randomness = None
-        if draws is not False:
-            numbers = numbers or Numbers(0, draw_seed() if draws else peek_seed())
+        if draws != "never":
+            numbers = numbers or Numbers(0, draw_seed() if draws == "surely" else peek_seed())
             randomness = Randomness(numbers.seed, len(state.layers), state.habits, numbers.first)
         return Call(
             name=self._name,
@@ -169,7 +176,7 @@ class Runs(Observer):
             flags=state.flags,
             with_grad=with_grad,
             grain=config.recompute_grain or "stage",
-            is_planned=config.execute_plan is None,
+            is_planned=config.is_planned,
             num_microbatches=batch.size.microbatches,
             randomness=randomness,
             autocast=batch.autocast,
@@ -178,25 +185,25 @@ class Runs(Observer):
             keep_outputs=keep,
             waits=config.merge_output is not False,
             habits=state.habits,
-            looks=draws is None,
+            looks=draws == "perhaps",
             compares=compares and randomness is not None,
             aside=aside,
             # Later calls have no seed, so graphs of this one would not be theirs.
-            launch="eager" if draws is None else config.launch or "eager",
+            launch="eager" if draws == "perhaps" else config.launch or "eager",
             products=products,
             coded=coded,
             first_microbatch=0 if numbers is None else numbers.first,
         )
 
-    def _draws(self, aside: Aside | None, *, with_grad: bool) -> bool | None:
-        """Return whether a call has a seed; None: in evaluation mode, only if it turns out that anything draws."""
+    def _draws(self, aside: Aside | None, *, with_grad: bool) -> Literal["surely", "perhaps", "never"]:
+        """Return whether a call draws a seed: perhaps in evaluation mode, if it turns out that anything draws."""
         if with_grad or any(flag for flags in self.host.state.flags for flag in flags):
-            return True
+            return "surely"
         # A layer that draws unexpectedly runs again, which state that it writes does not allow. And the layer of
         # another model inside of which this call is made has the generators to itself.
         if (aside is not None and aside.holds_state) or not may_draw_seed():
-            return False
-        return self.host.state.habits.evaluates_randomly
+            return "never"
+        return _DRAWS[self.host.state.habits.evaluates_randomly]
 
     def settle_draws(self, run: Run, numbers: Numbers | None = None) -> None:
         """After a call that looks: note what it has shown, and draw its seed if that was used.

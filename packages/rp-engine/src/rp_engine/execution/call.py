@@ -168,6 +168,11 @@ class Call:
         return self.aside is not None and self.aside.stays
 
     @property
+    def has_loss(self) -> bool:
+        """Whether it computes a loss, after which backward may follow in the same run."""
+        return self.loss_fn is not None
+
+    @property
     def num_layers(self) -> int:
         """Number of layers of the model."""
         return len(self.state.layers)
@@ -180,14 +185,14 @@ class Call:
     @property
     def is_divided(self) -> bool:
         """Whether its microbatches are a share of those that several machines divide."""
-        return self.state.shards.is_divided and (self.mode != "infer" or self.loss_fn is not None)
+        return self.state.shards.is_divided and (self.mode != "infer" or self.has_loss)
 
     def computes_loss(self, task: Task) -> bool:
         """Whether a task of this call computes the loss: the one that runs the last layer, if there is a loss.
 
         Without gradients that is a forward task, which passes no outputs on unless the caller wants them.
         """
-        return self.loss_fn is not None and task.runs_forward and task.layers.stop == self.num_layers
+        return self.has_loss and task.runs_forward and task.layers.stop == self.num_layers
 
     @contextmanager
     def ambience(self) -> Generator[None]:

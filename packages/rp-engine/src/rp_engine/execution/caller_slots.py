@@ -29,7 +29,8 @@ class CallerSlots:
         self._batch = batch
         self._backend = backend
         self._exchange = exchange
-        self.losses = self._slots("loss", call.num_layers) if call.loss_fn is not None else []
+        self._nothing_arrives = Arrivals(backend, ())
+        self.losses = self._slots("loss", call.num_layers) if call.has_loss else []
         self.outputs = self._slots("input", call.num_layers) if call.keep_outputs else []
         self.grads = self._slots("grad", 0) if batch.inputs else []
         exchange.expect([*self.losses, *self.outputs, *self.grads])
@@ -60,16 +61,14 @@ class CallerSlots:
                 found = FlatTree.of([next(grads) if requires_grad else None for requires_grad in packet.grads])
                 slot = Slot("grad", self._call.num_layers, m)
                 if self._exchange.is_expected(slot):
-                    self._exchange.put(slot, self._copied(found, f"gradients of outputs, microbatch {m}"))
+                    what = f"gradients of outputs, microbatch {m}"
+                    self._exchange.put(slot, self._copied(found, what, self._nothing_arrives))
 
-    def _copied(
-        self, tree: FlatTree, what: str, arrivals: Arrivals | None = None, *, with_grads: bool = False
-    ) -> Packet:
+    def _copied(self, tree: FlatTree, what: str, arrivals: Arrivals, *, with_grads: bool = False) -> Packet:
         backend = self._backend
-        found = Arrivals(backend, ()) if arrivals is None else arrivals
         is_whole = self._call.num_microbatches == 1
         try:
-            return Packet.of(backend, tree, with_grads=with_grads, arrival=found.of, is_whole=is_whole)
+            return Packet.of(backend, tree, with_grads=with_grads, arrival=arrivals.of, is_whole=is_whole)
         except BaseException as error:
             add_note(error, f"RoundPipe: in model {self._call.name!r}, copying {what}")
             raise

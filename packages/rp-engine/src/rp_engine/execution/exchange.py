@@ -49,6 +49,10 @@ class _PendingPacket:
             return self.packet
 
 
+def _at_once(is_filled: Callable[[float], bool]) -> None:
+    """Leave the wait to a slot's own lock."""
+
+
 class Exchange:
     """The slots of one call, of two kinds.
 
@@ -94,7 +98,7 @@ class Exchange:
             if not self._closed:
                 self._pending[slot].fill(packet)
 
-    def take(self, slot: Slot, wait_until: WaitUntil | None = None) -> Packet:
+    def take(self, slot: Slot, wait_until: WaitUntil = _at_once) -> Packet:
         """Block until the slot is filled and return its packet. The last reader removes the slot.
 
         `wait_until` replaces the blocking wait and may raise, for example the caller's interrupt.
@@ -105,8 +109,7 @@ class Exchange:
             if self._closed:
                 raise Aborted
             pending = self._pending[slot]
-        if wait_until is not None:
-            wait_until(pending.is_filled)
+        wait_until(pending.is_filled)
         packet = pending.wait()
         with self._lock:
             pending.readers -= 1

@@ -117,12 +117,12 @@ class Run:
     @property
     def first_tasks(self) -> tuple[Task, ...]:
         """The tasks that `start` launches."""
-        return self.tasks if self.call.loss_fn is not None else self._tasks_that_add(False)
+        return self.tasks if self.call.has_loss else self._tasks_that_add(False)
 
     @property
     def later_tasks(self) -> tuple[Task, ...]:
         """The tasks that `backward` launches."""
-        return () if self.call.loss_fn is not None else self._tasks_that_add(True)
+        return () if self.call.has_loss else self._tasks_that_add(True)
 
     def _tasks_that_add(self, adds_gradients: bool) -> tuple[Task, ...]:
         return tuple(task for task in self.tasks if task.adds_gradients == adds_gradients)
@@ -226,7 +226,7 @@ class Run:
                 coded=self.call.coded,
             )
             moves = UNTIMED if times is None else times.transfers
-            weights = Weights(on, turns, gradient_turns, spare_bytes=self.call.spare_bytes, times=moves)
+            weights = Weights(on, turns, gradient_turns, spare_bytes=self.call.spare_bytes, times=moves, saved={})
             place = TaskContext(self.call, lane, self._runtime.backend, twins, self, self._tracer)
             slots = TaskSlots(self.call, self._exchange)
             return lane, TaskJob(self, place, task, weights, slots, times)

@@ -223,9 +223,7 @@ class OwnGradients:
     def check_complete(self) -> None:
         """Raise `Incomplete` if a run that adds to them has failed."""
         # A run launched after this step does not add to its gradients.
-        error = self._state.health.incomplete_before(self._num_runs)
-        if error is not None:
-            raise Incomplete(error)
+        self._state.health.refuse_incomplete_before(self._num_runs, Incomplete)
 
     def source(self, index: int) -> torch.Tensor | GradientPair | None:
         """Return the gradient where it lies."""

@@ -71,7 +71,7 @@ def searched(problem: Problem, *, devices: int, microbatches: int, mode: Mode, t
     """
     costs, limits = problem
     searches: list[Search] = []
-    refused: Infeasible | None = None
+    refused: list[Infeasible] = []
     for choice in memory_splits(costs, limits):
         try:
             searches.append(
@@ -86,8 +86,7 @@ def searched(problem: Problem, *, devices: int, microbatches: int, mode: Mode, t
                 )
             )
         except Infeasible as error:
-            refused = error
+            refused.append(error)
     if not searches:
-        assert refused is not None
-        raise refused
+        raise refused[-1]
     return min(searches, key=lambda search: search.best_ms)

@@ -97,7 +97,7 @@ class Planner:
         On CPU devices a call with a user's plan is measured only if `ModelTimer.VERBOSE`: nothing depends on it.
         """
         timer = self._timer(mode, size.microbatches)
-        is_given = config.execute_plan is not None and self._on_host and not self._sees_memory
+        is_given = not config.is_planned and self._on_host and not self._sees_memory
         if not timer.watches_next() or (is_given and not timer.VERBOSE):
             return None
         # A CPU device computes on the thread that launches, so launching cannot be measured separately.
@@ -148,7 +148,7 @@ class Planner:
 
         Not on CPU devices: there calls may be launched while user code waits for the next one.
         """
-        return config.execute_plan is None and not self._on_host and self._plan(mode, size).looks_back
+        return config.is_planned and not self._on_host and self._plan(mode, size).looks_back
 
     def _timer(self, mode: Mode, microbatches: int) -> ModelTimer:
         key = (mode, microbatches)

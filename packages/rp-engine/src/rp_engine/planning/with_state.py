@@ -34,7 +34,7 @@ def assign_layers(layers: Sequence[LayerState], runtime: Runtime) -> tuple[tuple
     sizes = [bytes_to_bring([layer]) for layer in layers]
     memory = [use.total_bytes for use in runtime.memory()]
     fitting = (count for count, room in enumerate(accumulate(memory), start=1) if sum(sizes) <= _SHARE * room)
-    if (count := next(fitting, None)) is not None:
+    for count in fitting:
         return _divided(sizes, memory[:count], len(memory))
     return _in_turn(sizes, _TURN_SHARE * min(memory), len(memory))
 

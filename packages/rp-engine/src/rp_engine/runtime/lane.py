@@ -106,12 +106,12 @@ class Lane:
 
     def prefetch_next(self) -> None:
         """Let the next queued job, if there is one, start its transfers."""
-        if (job := self._next()) is not None:
+        for job in self._next():
             job.prefetch()
 
     def make_room(self) -> None:
         """Free all device memory but that of the running job, once what uses it is over; it takes its time."""
-        if (job := self._next()) is not None:
+        for job in self._next():
             job.withdraw()
         for free in list(self.reserves):
             free()
@@ -125,11 +125,11 @@ class Lane:
         self._ahead.clear()
         self.retainer.drain()
 
-    def _next(self) -> Job | None:
+    def _next(self) -> list[Job]:
         try:
-            return self._waiting[0]
+            return [self._waiting[0]]
         except IndexError:
-            return None
+            return []
 
     def close(self) -> None:
         """Finish the jobs and end the threads."""

@@ -73,6 +73,11 @@ class RoundPipeRunConfig:
             object.__setattr__(self, "output_device", torch.device(self.output_device))
         _check_type("output_device", self.output_device, torch.device)
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether tasks are planned automatically."""
+        return self.execute_plan is None
+
     def over(self, below: RoundPipeRunConfig) -> RoundPipeRunConfig:
         """Return these settings, with None replaced by the setting of `below`.
 

@@ -207,8 +207,7 @@ class DeviceWeightCache:
 
     def is_ready(self, block: Block, memory: torch.Tensor) -> bool:
         """Return whether it is there: the task that has brought it has waited."""
-        cached = self._blocks.get(block)
-        return cached is not None and cached.memory is memory
+        return block in self._blocks and self._blocks[block].memory is memory
 
     def holds(self, block: Block) -> bool:
         """Return whether it is there."""

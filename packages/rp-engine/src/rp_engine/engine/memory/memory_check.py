@@ -82,10 +82,10 @@ class HostMemoryCheck:
         resting = replace(
             trained, purpose="for its weights", whole=HostBytes(weights=whole.weights, buffers=whole.buffers)
         )
-        certain = resting if optim_dtype is None else trained
+        certain = trained if options.will_train else resting
         passing = max(peak - certain.to_come.total, 0)
         self._check(replace(certain, passing_bytes=passing), (), tells_likely=True)
-        if whole.masters and (in_training_mode or optim_dtype is not None):
+        if whole.masters and (in_training_mode or options.will_train):
             self._warn(likely(trained))
 
     def _shards(self, groups: Sequence[Group]) -> Owners:
@@ -306,7 +306,7 @@ def _is_complete(state: ModelState) -> bool:
 
 
 def _will_train(state: ModelState) -> bool:
-    return bool(state.trainable) and (state.options.optim_dtype is not None or bool(state.masters))
+    return bool(state.trainable) and (state.options.will_train or bool(state.masters))
 
 
 def _missing_gradients(block: Block, additions: int) -> int:
