@@ -145,11 +145,10 @@ class Space:
         loads, start, count = self.loads, self.starts[0], self.microbatches
         trains = self.mode != "infer"
         again_ms = loads.backward_ms[-1] + loads.forward_ms[start] if trains else 0.0
-        launching_ms = loads.backward_launch_ms[-1] + loads.recompute_launch_ms[start] if trains else 0.0
         sent, _, stepped = loads.leaving(range(loads.num_layers), ALONE) if trains else (0, 0, 0.0)
         work = Work(
             busy_ms=count * (loads.forward_ms[-1] + again_ms),
-            launch_ms=count * (loads.forward_launch_ms[-1] + launching_ms),
+            launch_ms=count * loads.least_launch_ms(start if trains else None),
             up_bytes=loads.weight_bytes[-1],
             down_bytes=sent,
             added_bytes=0,

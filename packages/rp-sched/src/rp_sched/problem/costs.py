@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from rp_sched.errors import InvalidCost
 from rp_sched.problem.checks import flag, milliseconds, nbytes
+from rp_sched.problem.task_kinds import TaskKind
 
 # The backward pass has two matrix products for each of the forward pass: gradients of inputs and of weights.
 BACKWARD_PER_FORWARD = 2.0
@@ -11,6 +12,9 @@ BACKWARD_PER_FORWARD = 2.0
 GRADIENT_PER_TRAINABLE = 2
 # A weight in 16 bits may be uploaded in 8.
 LARGEST_PER_UPLOADED = 2
+# Graphs launch a task's inner microbatches: its first one runs as its weights arrive, and its last one, if it has
+# gradients, as these leave. In tasks of fewer microbatches they launch none.
+LEAST_REPLAYED = 3
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -32,6 +36,9 @@ class LayerCost:
     `forward_launch_ms`, `backward_launch_ms`, `recompute_launch_ms`: how long a thread holds the GIL to launch the
     layer's forward pass, backward pass and recomputation for one microbatch; the last is by default that of the
     forward pass. A device computes while work is launched on it, but all devices' threads share one GIL.
+    `replay_launch_ms`: the same for each pass where a graph launches it, which it does in a task's inner
+    microbatches; None: the layer has no graphs. Graphs keep weights and gradients of their layers in memory of
+    their own, `fixed_bytes`, beside what tasks take.
 
     Raises `InvalidCost` for a number out of range, `TypeError` for a value that is not a number.
     """
@@ -46,6 +53,7 @@ class LayerCost:
     forward_launch_ms: float
     backward_launch_ms: float
     recompute_launch_ms: float
+    replay_launch_ms: float | None
 
     def __init__(
         self,
@@ -60,6 +68,7 @@ class LayerCost:
         forward_launch_ms: float = 0.0,
         backward_launch_ms: float = 0.0,
         recompute_launch_ms: float | None = None,
+        replay_launch_ms: float | None = None,
     ) -> None:
         forward_ms = milliseconds("forward_ms", forward_ms)
         backward_ms = BACKWARD_PER_FORWARD * forward_ms if backward_ms is None else backward_ms
@@ -77,6 +86,8 @@ class LayerCost:
         put(self, "forward_launch_ms", milliseconds("forward_launch_ms", forward_launch_ms))
         put(self, "backward_launch_ms", milliseconds("backward_launch_ms", backward_launch_ms))
         put(self, "recompute_launch_ms", milliseconds("recompute_launch_ms", recompute_launch_ms))
+        replayed = replay_launch_ms is not None
+        put(self, "replay_launch_ms", milliseconds("replay_launch_ms", replay_launch_ms) if replayed else None)
         self._check_trainable()
 
     def _check_trainable(self) -> None:
@@ -91,3 +102,56 @@ class LayerCost:
     def gradient_bytes(self) -> int:
         """Bytes of fp32 gradients on a device, assuming 16-bit weights."""
         return GRADIENT_PER_TRAINABLE * self.trainable_bytes
+
+    def launch_ms(self, kind: TaskKind) -> float:
+        """How long Python takes to launch the layer in a task of this kind, for one microbatch."""
+        passes = (
+            (kind.runs_forward, self.forward_launch_ms),
+            (kind.recomputes, self.recompute_launch_ms),
+            (kind.runs_backward, self.backward_launch_ms),
+        )
+        return sum(ms for runs, ms in passes if runs)
+
+    def inner_launch_ms(self, kind: TaskKind) -> float:
+        """The same for inner microbatches, in which graphs launch a layer that has any.
+
+        >>> layer = LayerCost(1.0, forward_launch_ms=2.0, backward_launch_ms=3.0, replay_launch_ms=0.5)
+        >>> layer.launch_ms(TaskKind.FUSED), layer.inner_launch_ms(TaskKind.FUSED)
+        (5.0, 1.0)
+        """
+        if self.replay_launch_ms is None:
+            return self.launch_ms(kind)
+        return self.replay_launch_ms * sum((kind.runs_forward, kind.recomputes, kind.runs_backward))
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether graphs launch the layer in inner microbatches."""
+        return self.replay_launch_ms is not None
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Device memory in which the layer's graphs keep its weights and gradients for good.
+
+        >>> LayerCost(1.0, weight_bytes=100, trainable_bytes=2, replay_launch_ms=0.02).fixed_bytes
+        104
+        """
+        return self.weight_bytes + self.gradient_bytes if self.has_graphs else 0
+
+    @property
+    def passing_gradient_bytes(self) -> int:
+        """Bytes of gradients that a task of the layer takes on a device beside its weights.
+
+        Where graphs keep both, the weights' memory is free again once they are copied, which is before copies of
+        the gradients leave: only what these take more counts.
+        """
+        return max(self.gradient_bytes - self.weight_bytes, 0) if self.has_graphs else self.gradient_bytes
+
+
+def replayed_part(kind: TaskKind, microbatches: int) -> float:
+    """The part of a task's microbatches in which graphs launch layers.
+
+    >>> replayed_part(TaskKind.FUSED, 8), replayed_part(TaskKind.FORWARD, 8), replayed_part(TaskKind.FUSED, 2)
+    (0.75, 0.875, 0.0)
+    """
+    by_python = 2 if kind.adds_gradients else 1
+    return 1 - by_python / microbatches if microbatches >= LEAST_REPLAYED else 0.0

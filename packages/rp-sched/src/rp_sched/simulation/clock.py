@@ -126,8 +126,7 @@ class Clock:
     def first_done(self, load: Load, microbatches: int, lanes: Sequence[DeviceRates]) -> int:
         """The device that would be the first to have run a task, of devices that differ."""
         times = [
-            ms + microbatches * max(load.ms * lane.slowdown, load.launch_ms)
-            for ms, lane in zip(self.free, lanes, strict=False)
+            ms + microbatches * load.step_on(lane.slowdown) for ms, lane in zip(self.free, lanes, strict=False)
         ]
         return _lowest(times, range(len(times)))[0]
 
@@ -139,7 +138,7 @@ class Clock:
         self.up[device] = fetched_ms + len(batch) * load.input_bytes * lane.up_ms
         start_ms = max(self.free[device], fetched_ms, self._cleared_ms(load, device, lane.memory_bytes))
         begin_ms = max(start_ms, ready[batch.start])
-        step_ms = max(load.ms * lane.slowdown, load.launch_ms)
+        step_ms = load.step_on(lane.slowdown)
         computed_ms = end_ms = start_ms
         # The first microbatch ends later if its backward pass has to wait for memory.
         least_ms = self._leaving_ms(load, device, resources) + load.backward_part * step_ms

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 from rp_sched.errors import Infeasible
-from rp_sched.problem.costs import GRADIENT_PER_TRAINABLE, LayerCost
+from rp_sched.problem.costs import GRADIENT_PER_TRAINABLE, LayerCost, replayed_part
 from rp_sched.problem.limits import Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
@@ -22,18 +22,21 @@ class Load(NamedTuple):
     """The time, traffic and memory of one stage.
 
     `ms`: compute time of one microbatch; `backward_ms`: the part of it that needs gradients. `launch_ms`: how
-    long its launching holds the GIL. `hop_ms`: from the end of a microbatch to when the next stage may start it,
-    on the slowest links. `weight_bytes`: uploaded for the task. `input_bytes`, `output_bytes`: uploaded and
-    downloaded per microbatch. `sent_bytes`, `added_bytes`: gradients downloaded by the task, of which the latter
-    are added on the host. `step_bytes`: traffic of the optimizer's step that the task's gradients complete.
-    `state_bytes`: weights and gradients on the device. `gradient_bytes`: gradients alone. `kept_bytes`: kept
-    activations of one microbatch.
+    long its launching by Python holds the GIL; `replay_launch_ms`: the same where graphs launch layers, as they do
+    in the part `replayed` of the task's microbatches. `hop_ms`: from the end of a microbatch to when the next one
+    starts in the next stage, on the slowest links. `weight_bytes`: uploaded for the task. `input_bytes`, `output_bytes`:
+    uploaded and downloaded per microbatch. `sent_bytes`, `added_bytes`: gradients downloaded by the task, of which
+    the latter are added on the host. `step_bytes`: traffic of the optimizer's step that the task's gradients
+    complete. `state_bytes`: weights and gradients on the device, beside those that graphs keep.
+    `gradient_bytes`: gradients alone. `kept_bytes`: kept activations of one microbatch.
     """
 
     kind: TaskKind
     ms: float
     backward_ms: float
     launch_ms: float
+    replay_launch_ms: float
+    replayed: float
     hop_ms: float
     weight_bytes: int
     input_bytes: int
@@ -48,7 +51,22 @@ class Load(NamedTuple):
     @property
     def step_ms(self) -> float:
         """The time of one microbatch alone: the device computes while it is launched to."""
-        return max(self.ms, self.launch_ms)
+        return self.step_on(1.0)
+
+    def step_on(self, slowdown: float) -> float:
+        """The time of one microbatch alone on a device that is slower by this factor; the mean of the task's."""
+        ms = self.ms * slowdown
+        by_python = max(ms, self.launch_ms)
+        return (
+            by_python + self.replayed * (max(ms, self.replay_launch_ms) - by_python)
+            if self.replayed
+            else by_python
+        )
+
+    @property
+    def mean_launch_ms(self) -> float:
+        """How long launching a microbatch holds the GIL, the mean of the task's."""
+        return self.launch_ms + self.replayed * (self.replay_launch_ms - self.launch_ms)
 
     def results_after_ms(self, step_ms: float) -> float:
         """From the end of the task, of microbatches of `step_ms`, to when the caller has what it waits for.
@@ -119,7 +137,7 @@ class Loads:
         self.backward_ms = _sums([cost.backward_ms for cost in costs])
         self.weight_bytes = _sums([cost.weight_bytes for cost in costs])
         self.trainable_bytes = _sums([cost.trainable_bytes for cost in costs])
-        self.gradient_bytes = _sums([cost.gradient_bytes for cost in costs])
+        self.gradient_bytes = _sums([cost.passing_gradient_bytes for cost in costs])
         self.kept_bytes = _sums([cost.kept_bytes for cost in costs])
         self.ordered = _sums([int(cost.writes_buffers) for cost in costs])
         # The input of each layer. That of the model counts as 0, since its size is not given.
@@ -127,6 +145,10 @@ class Loads:
         self.forward_launch_ms = _sums([cost.forward_launch_ms for cost in costs])
         self.recompute_launch_ms = _sums([cost.recompute_launch_ms for cost in costs])
         self.backward_launch_ms = _sums([cost.backward_launch_ms for cost in costs])
+        self.has_graphs = any(cost.has_graphs for cost in costs)
+        self._inner_launch_ms = {
+            kind: _sums([cost.inner_launch_ms(kind) for cost in costs]) for kind in TaskKind if self.has_graphs
+        }
         launches = (self.forward_launch_ms, self.backward_launch_ms, self.recompute_launch_ms)
         self.shares_nothing = not any(sums[-1] for sums in launches) and limits.shares_nothing
         # Devices are alike and only they take time: nothing but the stages' times has to be simulated.
@@ -153,8 +175,19 @@ class Loads:
         """Whether different devices may run different microbatches of these layers."""
         return self.ordered[layers.stop] == self.ordered[layers.start]
 
-    def of(self, kind: TaskKind, layers: range, saved: Sequence[int] = (), sums: Sums = ALONE) -> Load:
-        """The load of a stage. `saved`: the layers whose inputs the backward pass reads from host memory."""
+    def of(
+        self,
+        kind: TaskKind,
+        layers: range,
+        saved: Sequence[int] = (),
+        sums: Sums = ALONE,
+        *,
+        microbatches: int = 1,
+    ) -> Load:
+        """The load of a stage. `saved`: the layers whose inputs the backward pass reads from host memory.
+
+        `microbatches`: of its task, of which graphs launch the inner ones.
+        """
         start, stop = layers.start, layers.stop
         forward_ms, inputs = 0.0, 0
         if kind.runs_forward or kind.recomputes:
@@ -174,6 +207,8 @@ class Loads:
             ms=forward_ms + backward_ms,
             backward_ms=backward_ms,
             launch_ms=self._launch_ms(kind, layers),
+            replay_launch_ms=self._replay_launch_ms(kind, layers) if self.has_graphs else 0.0,
+            replayed=replayed_part(kind, microbatches) if self.has_graphs else 0.0,
             hop_ms=self.limits.hop_ms + handed * self._hop_ms_per_byte,
             weight_bytes=weights,
             input_bytes=inputs + above,
@@ -194,6 +229,32 @@ class Loads:
         )
         return sum(sums[layers.stop] - sums[layers.start] for runs, sums in passes if runs)
 
+    def least_launch_ms(self, recomputed: int | None) -> float:
+        """The least for which launching a microbatch through the row may hold the GIL.
+
+        `recomputed`: how many of the first layers are recomputed before the backward pass; None: there is none.
+        """
+        if not self.has_graphs:
+            again_ms = (
+                0.0 if recomputed is None else self.backward_launch_ms[-1] + self.recompute_launch_ms[recomputed]
+            )
+            return self.forward_launch_ms[-1] + again_ms
+        kinds = (
+            TaskKind.FORWARD if recomputed is None else TaskKind.BACKWARD if layer < recomputed else TaskKind.FUSED
+            for layer in range(self.num_layers)
+        )
+        # Layers that are recomputed ran forward before.
+        pairs = list(zip(self.costs, kinds, strict=True))
+        pairs += [(cost, TaskKind.FORWARD) for cost in self.costs[: recomputed or 0]]
+        return sum(min(cost.launch_ms(kind), cost.inner_launch_ms(kind)) for cost, kind in pairs)
+
+    def _replay_launch_ms(self, kind: TaskKind, layers: range) -> float:
+        sums = self._inner_launch_ms[kind]
+        last = self.costs[layers.stop - 1]
+        # The loss function reads what the last layer returns: Python launches both.
+        own = last.launch_ms(kind) - last.inner_launch_ms(kind) if kind.computes_loss else 0.0
+        return sums[layers.stop] - sums[layers.start] + own
+
     def leaving(self, layers: range, sums: Sums) -> tuple[int, int, float]:
         """Bytes that a task sends, those of them that are added, and bytes of the step if it is the last task."""
         host = self.limits.host
@@ -213,7 +274,7 @@ class Loads:
         inside = tuple(layer for layer in saved if layer in layers) if not self.plain and kind.saves_inputs else ()
         key = (kind, layers, groups, inside, gate)
         if key not in self._pieces:
-            loads = self._group_loads(kind, layers, inside, len(groups))
+            loads = self._group_loads(kind, layers, inside, groups)
             jobs = tuple(
                 UnassignedTask(kind, layers, batch, gate and batch is groups[0], load)
                 for batch, load in zip(groups, loads, strict=True)
@@ -221,14 +282,22 @@ class Loads:
             self._pieces[key] = Piece(jobs, tuple(map(_brief, jobs)), total(map(_work, jobs)))
         return self._pieces[key]
 
-    def _group_loads(self, kind: TaskKind, layers: range, saved: Sequence[int], count: int) -> list[Load]:
-        """The load of each of `count` tasks: first those that fill a buffer, then those that add to it."""
-        first = self.of(kind, layers, saved, Sums(count, 0))
-        if not kind.adds_gradients or count == 1:
-            return [first] * count
-        adding, last = (self.of(kind, layers, saved, Sums(count, nth)) for nth in (count - 2, count - 1))
-        filling = min(count - 1, self.limits.host.gradient_buffers or count)
-        return [*[first] * filling, *[adding] * (count - 1 - filling), last]
+    def _group_loads(
+        self, kind: TaskKind, layers: range, saved: Sequence[int], groups: Sequence[range]
+    ) -> list[Load]:
+        """The load of each group's task: first those that fill a buffer, then those that add to it."""
+        count = len(groups)
+        nths = [0] * count
+        if kind.adds_gradients and count > 1:
+            filling = min(count - 1, self.limits.host.gradient_buffers or count)
+            nths = [*[0] * filling, *[count - 2] * (count - 1 - filling), count - 1]
+        # Where there are no graphs, a load does not depend on how many microbatches its task has.
+        sizes = [len(group) if self.has_graphs else 1 for group in groups]
+        known = {
+            (nth, size): self.of(kind, layers, saved, Sums(count, nth), microbatches=size)
+            for nth, size in set(zip(nths, sizes, strict=True))
+        }
+        return [known[key] for key in zip(nths, sizes, strict=True)]
 
     def fits(self, kind: TaskKind, layers: range) -> bool:
         """Whether a device has memory for these layers as one stage while it fetches the next one.
@@ -309,7 +378,7 @@ def _work(job: UnassignedTask) -> Work:
     count, load = len(job.microbatches), job.load
     return Work(
         busy_ms=count * load.ms,
-        launch_ms=count * load.launch_ms,
+        launch_ms=count * load.mean_launch_ms,
         up_bytes=load.weight_bytes + count * load.input_bytes,
         down_bytes=load.sent_bytes - load.added_bytes + count * load.output_bytes,
         added_bytes=load.added_bytes,
