@@ -215,7 +215,7 @@ def test_a_call_ends_with_its_last_gradient(two: Runtime) -> None:
     spans: list[CallSpan] = []
     model = RoundPipe(mlp(), runtime=two)
     note = model.engine.planner.log.note
-    model.engine.planner.log.note = lambda mode, span: (spans.append(span), note(mode, span))[1]
+    model.engine.planner.log.note = lambda mode, span, **more: (spans.append(span), note(mode, span, **more))[1]
     train(model, 3)
     assert [span.number for span in spans] == [1, 2, 3]
     assert all(span.launched_s < span.ended_s for span in spans)

@@ -355,5 +355,5 @@ def test_graphs_leave_the_memory_that_runs_by_python_take(
 
 
 def test_another_launch_is_refused() -> None:
-    with pytest.raises(ValueError, match="launch must be 'eager' or 'graphs', but is 'fast'"):
+    with pytest.raises(ValueError, match="launch must be 'auto' or 'graphs' or 'eager', but is 'fast'"):
         RoundPipeRunConfig(launch="fast")

@@ -163,8 +163,8 @@ def test_a_plan_of_another_process_is_checked_by_memory_and_waits_until_it_fits(
         problem = later.planner._problem
         nbytes = sum(cost.weight_bytes + cost.gradient_bytes for cost in problem("fused", 1)[0])
 
-        def tight(mode: object, rows: int) -> object:
-            costs, limits = problem(mode, rows)
+        def tight(mode: object, rows: int, layers: object) -> object:
+            costs, limits = problem(mode, rows, layers)
             return costs, replace(limits, device_memory_bytes=nbytes)
 
         later.planner._problem = tight

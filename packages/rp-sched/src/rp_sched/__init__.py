@@ -6,7 +6,7 @@ from rp_sched.planners.balance import balance
 from rp_sched.planners.multi_model import plan_together
 from rp_sched.planners.planner import Strategy, plan
 from rp_sched.planners.roundrobin import RoundRobin
-from rp_sched.problem.costs import LayerCost
+from rp_sched.problem.costs import LEAST_REPLAYED, LayerCost, replayed_part
 from rp_sched.problem.limits import Device, Host, Limits, Switch
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
@@ -28,6 +28,7 @@ Course = PricedPlan
 Dealer = Assigner
 
 __all__ = [
+    "LEAST_REPLAYED",
     "Assigner",
     "Device",
     "Estimator",
@@ -62,6 +63,7 @@ __all__ = [
     "order",
     "plan",
     "plan_together",
+    "replayed_part",
     "simulate",
     "simulated_ms",
 ]

@@ -14,6 +14,21 @@ IdleBecause = Resource | Literal["nothing fits"]
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchDecision:
+    """How calls of one kind are launched, and why, in words.
+
+    >>> str(LaunchDecision(False, "launching takes 76 ms of a call, its devices 300 ms"))
+    'eager, since launching takes 76 ms of a call, its devices 300 ms'
+    """
+
+    by_graphs: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'graphs' if self.by_graphs else 'eager'}, since {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
 class CallTime:
     """The time that a plan promises and the time that its calls took, in milliseconds per call.
 
@@ -25,7 +40,8 @@ class CallTime:
     if there were none. `bound_by`: what the simulation keeps busy for the longest time, or the
     network between machines if a step's traffic takes longer: `network_ms`, None for one machine. `idle_devices`:
     the devices that have no task in a call. `idle_because`: what bounds plans that use all devices, or that none
-    fits; None if the plan leaves none idle, is a user's, or was not yet compared with others.
+    fits; None if the plan leaves none idle, is a user's, or was not yet compared with others. `launch`: how calls
+    are launched, and why; None while they are by Python without a choice.
 
     A call counts if it was launched before the previous call's gradients were on the host, with nothing in
     between. Its time runs from the end of the previous call to its own end, when its own gradients are on the
@@ -41,6 +57,7 @@ class CallTime:
     network_ms: float | None = None
     idle_devices: int = 0
     idle_because: IdleBecause | None = None
+    launch: LaunchDecision | None = None
 
     @property
     def error(self) -> float | None:
@@ -63,6 +80,7 @@ def as_table(times: Sequence[CallTime]) -> str:
     # Only calls of several machines have times of a network.
     has_network = any(one.network_ms is not None for one in times)
     has_idle = any(one.idle_devices for one in times)
+    has_graphs = any(_is_by_graphs(one) for one in times)
     rows = [
         [
             one.what,
@@ -73,11 +91,17 @@ def as_table(times: Sequence[CallTime]) -> str:
             one.bound_by or "-",
             *([_ms(one.network_ms)] if has_network else []),
             *([_idle(one)] if has_idle else []),
+            *(["graphs" if _is_by_graphs(one) else "eager"] if has_graphs else []),
         ]
         for one in times
     ]
-    more = [*(["network"] if has_network else []), *(["idle devices"] if has_idle else [])]
+    named = {"network": has_network, "idle devices": has_idle, "launch": has_graphs}
+    more = [name for name, is_there in named.items() if is_there]
     return table(["calls", "plan", "promised", "measured", "error", "bound by", *more], rows)
+
+
+def _is_by_graphs(time: CallTime) -> bool:
+    return time.launch is not None and time.launch.by_graphs
 
 
 def _idle(time: CallTime) -> str:

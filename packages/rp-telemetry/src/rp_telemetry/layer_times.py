@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from statistics import median
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from rp_sched import Estimator, LayerCost, Task
 from rp_transfer import Event, Stream
@@ -28,15 +29,48 @@ SELDOM = 63
 _DRIFT = 0.15
 # A smaller GIL share of launching is noted only if it is smaller by more than this part.
 _NEWS = 0.05
+# Once graphs launch layers, so many calls with replays are measured, if so many calls suffice for them.
+_REPLAYED_CALLS, _REPLAY_TRIES = 3, 24
+_DEVICE_MS = ("forward_ms", "backward_ms")
 
 _Interval = tuple[Event, Event]
+ReplayPass = Literal["forward", "backward"]
+
+
+class ReplayTimes:
+    """The times that devices take for replays of one launch. All threads of the launch add to it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._intervals: dict[tuple[ReplayPass, range], list[_Interval]] = {}
+
+    @contextmanager
+    def replay(self, which: ReplayPass, layers: range, stream: Stream) -> Generator[None]:
+        """Time a replay of these layers, which is launched within the context."""
+        first = stream.record(timed=True)
+        yield
+        with self._lock:
+            self._intervals.setdefault((which, layers), []).append((first, stream.record(timed=True)))
+
+    def __bool__(self) -> bool:
+        """Whether there were any."""
+        return bool(self._intervals)
+
+    def ms(self, which: ReplayPass) -> dict[range, float]:
+        """Return the median ms of a microbatch, by the layers of a graph."""
+        return {
+            layers: median(map(_ms, intervals))
+            for (kind, layers), intervals in self._intervals.items()
+            if kind == which
+        }
 
 
 class LayerTimes:
     """Measurements of one launch: its layers' times and launching, its transfers, and the bytes kept for backward.
 
     `launches`: the processor time of launching; None on CPU devices, where a layer computes while it is launched.
-    `transfers`: copies of blocks, by device.
+    `transfers`: copies of blocks, by device. `by_graphs`: layers that graphs launch in inner microbatches, of
+    which only replays count: Python runs them in the others while weights arrive and gradients leave.
 
     All threads of the launch add to it. Times may be read once the launch's tasks are over and their results and
     gradients are on the host.
@@ -51,8 +85,11 @@ class LayerTimes:
         spare_bytes: int = 0,
         *,
         launches: Launches | None = None,
+        by_graphs: frozenset[int] = frozenset(),
     ) -> None:
         self.timer = timer
+        self.by_graphs = by_graphs
+        self.replays = ReplayTimes()
         self.launches = launches
         self.transfers = Transfers()
         self.rows = rows
@@ -141,6 +178,21 @@ class LayerTimes:
         """Return the median ms of a microbatch's backward without recomputation, by layer, if it has one."""
         return {layer: median(map(_ms, intervals)) for layer, intervals in self._backward.items()}
 
+    def computing(self, known: Estimator) -> dict[int, dict[str, float]]:
+        """Return, by layer, the ms of computing a microbatch, named as in `rp_sched.Estimator.add`.
+
+        `known`: divides the times of replays among their layers.
+        """
+        found: dict[int, dict[str, float]] = {}
+        for name, by_python, replays in (
+            ("forward_ms", self.forward_ms(), self.replays.ms("forward")),
+            ("backward_ms", self.backward_ms(), self.replays.ms("backward")),
+        ):
+            own = {layer: ms for layer, ms in by_python.items() if layer not in self.by_graphs}
+            for layer, ms in {**own, **divided(replays, partial(known.estimate, name))}.items():
+                found.setdefault(layer, {})[name] = ms
+        return found
+
     def launch_ms(self) -> dict[int, dict[str, float]]:
         """Return, by layer, the ms of launching a microbatch, named as in `rp_sched.Estimator.add`."""
         by_layer: dict[int, dict[str, float]] = {}
@@ -153,6 +205,23 @@ class LayerTimes:
 
 def _ms(interval: _Interval) -> float:
     return max(interval[1].seconds_since(interval[0]), 0.0) * 1e3
+
+
+def divided(spans: Mapping[range, float], known: Callable[[int], float | None]) -> dict[int, float]:
+    """Return each layer's part of the ms of graphs: as large as it was known to be before, of all of them.
+
+    >>> divided({range(2): 9.0}, {0: 2.0, 1: 4.0}.get)
+    {0: 3.0, 1: 6.0}
+    >>> divided({range(2): 9.0}, {}.get)
+    {0: 4.5, 1: 4.5}
+    """
+    found: dict[int, float] = {}
+    for layers, ms in spans.items():
+        parts = [known(layer) or 0.0 for layer in layers]
+        whole = sum(parts)
+        shares = [part / whole for part in parts] if whole else [1 / len(layers)] * len(layers)
+        found.update((layer, ms * share) for layer, share in zip(layers, shares, strict=True))
+    return found
 
 
 class ModelTimer:
@@ -181,6 +250,11 @@ class ModelTimer:
         self.launch_gil_share = 1.0
         # Whether the latest measured call took a different time than expected.
         self._is_suspect = False
+        # Whether graphs launch layers; how many calls with replays are still to be measured, and in how many
+        # calls; whether the times of devices are those of replays.
+        self._by_graphs = False
+        self._wanted_replays = self._replay_tries = 0
+        self._has_replays = False
 
     def is_young(self) -> bool:
         """Return whether more samples are needed."""
@@ -193,15 +267,31 @@ class ModelTimer:
     def watches_next(self) -> bool:
         """Return whether to measure the call that is launched now."""
         self._launched += 1
-        return self.is_watching() or self._launched % SELDOM == 0
+        wants_replays = self._wanted_replays > 0 and self._replay_tries > 0
+        self._replay_tries -= wants_replays
+        return self.is_watching() or wants_replays or self._launched % SELDOM == 0
+
+    def launch_by_graphs(self, by_graphs: bool) -> None:
+        """Graphs launch layers from now on, or Python again: the times of devices are measured anew.
+
+        Where launching bounds, devices wait within layers that Python launches, which counts as computing.
+        """
+        if by_graphs == self._by_graphs:
+            return
+        self._by_graphs = by_graphs
+        if by_graphs:
+            self._await_replays()
+        elif self._has_replays:
+            self._wanted = self.estimator.samples + YOUNG_CALLS
+
+    def _await_replays(self) -> None:
+        self._wanted_replays, self._replay_tries = _REPLAYED_CALLS, _REPLAY_TRIES
 
     def take(self, times: LayerTimes) -> None:
         """Add the times of a finished launch."""
-        forward, backward, launches = times.forward_ms(), times.backward_ms(), times.launch_ms()
+        computing, launches = times.computing(self.estimator), times.launch_ms()
+        self._note_replays(times)
         was_suspect = self._is_suspect
-        computing = {layer: {"forward_ms": ms} for layer, ms in forward.items()}
-        for layer, ms in backward.items():
-            computing.setdefault(layer, {})["backward_ms"] = ms
         self._is_suspect = not self.is_young() and (self._has_drifted(computing) or self._has_drifted(launches))
         if self._is_suspect and was_suspect:
             self._measure_again()
@@ -213,7 +303,14 @@ class ModelTimer:
             self._note_devices(times)
         self._taken += 1
         if self.VERBOSE:
-            _LOG.info("%s", _table(self.what, forward, backward))
+            _LOG.info("%s", _table(self.what, computing))
+
+    def _note_replays(self, times: LayerTimes) -> None:
+        """Let the next times of computing replace those before, if they are of replays, and these were not."""
+        self._wanted_replays -= bool(times.replays)
+        if (times.replays or not times.by_graphs) and bool(times.replays) != self._has_replays:
+            self._has_replays = bool(times.replays)
+            self.estimator.restart(_DEVICE_MS)
 
     def note_gil(self, call_ms: float, launch_ms: float, other_ms: float) -> None:
         """Note the time of a call, which bounds the time for which launching holds the GIL.
@@ -232,6 +329,8 @@ class ModelTimer:
         self._is_suspect = False
         self.estimator.restart()
         self._wanted = self.estimator.samples + YOUNG_CALLS
+        if self._by_graphs:
+            self._await_replays()
         _LOG.info("%s: layer times have changed, so the next calls are measured again", self.what)
 
     def _note_devices(self, times: LayerTimes) -> None:
@@ -244,7 +343,9 @@ class ModelTimer:
             (ms, known)
             for layer, times in measured.items()
             for name, ms in times.items()
-            if (known := self.estimator.estimate(name, layer)) is not None
+            # What is to be replaced is another's time, such as that of a launch by Python.
+            if not self.estimator.is_fresh(name, layer)
+            and (known := self.estimator.estimate(name, layer)) is not None
         ]
         known_ms = sum(known for _, known in pairs)
         return abs(sum(ms for ms, _ in pairs) - known_ms) > _DRIFT * known_ms
@@ -254,10 +355,10 @@ class ModelTimer:
         return self.estimator.costs(layers)
 
 
-def _table(what: str, forward: dict[int, float], backward: dict[int, float]) -> str:
+def _table(what: str, computing: Mapping[int, Mapping[str, float]]) -> str:
     rows = [
-        f"{layer:>5}  {_number(forward.get(layer))}  {_number(backward.get(layer))}"
-        for layer in sorted({*forward, *backward})
+        f"{layer:>5}  " + "  ".join(_number(computing[layer].get(name)) for name in _DEVICE_MS)
+        for layer in sorted(computing)
     ]
     return "\n".join([f"{what}: milliseconds of one microbatch", "layer     forward    backward", *rows])
 

@@ -28,6 +28,7 @@ from rp_engine.execution.autograd import Gradients
 from rp_engine.execution.batch import Batch
 from rp_engine.execution.call import Aside, Call, LossFn, Streams
 from rp_engine.execution.run import Run
+from rp_engine.execution.stage.graphable import layer_reason
 from rp_engine.peers.call import Numbers
 from rp_engine.planning.auto_compute import AutoCompute, autocast_refusal
 from rp_engine.planning.fp8_layers import Fp8Layers, coded_by
@@ -65,7 +66,8 @@ class Runs(Observer):
         self._runtime = runtime
         self.host = HostParameters(name, modules, runtime, options, self)
         state, memory_check = self.host.state, self.host.memory_check
-        self.planner = Planner(name, state, runtime, partial(memory_check.has_room_for_pairs, state))
+        has_room = partial(memory_check.has_room_for_pairs, state)
+        self.planner = Planner(name, state, runtime, has_room, self._graphable)
         self._activations = ActivationMemory(self.host.state.layers)
         self._compiler = compiler
         self._twins = self._new_twins()
@@ -189,7 +191,8 @@ class Runs(Observer):
             compares=compares and randomness is not None,
             aside=aside,
             # Later calls have no seed, so graphs of this one would not be theirs.
-            launch="eager" if draws == "perhaps" else config.launch or "eager",
+            by_graphs=draws != "perhaps" and aside is None and self.planner.launching.by_graphs,
+            frees_graphs=self.planner.launching.frees_graphs,
             products=products,
             coded=coded,
             first_microbatch=0 if numbers is None else numbers.first,
@@ -267,8 +270,22 @@ class Runs(Observer):
             for times in work.take_times():
                 self.planner.take(times, is_whole=not work.shortages)
             if not work.shortages:
-                self.planner.log.note(work.call.mode, work.span)
+                self.planner.note_over(
+                    work.call.mode, work.size, work.span, work.call.graph_work, self._pool_bytes
+                )
         warn_of_shortages(work)
+
+    def _pool_bytes(self) -> int:
+        return max(twins.graphs.pool_bytes for twins in self._twins)
+
+    def _graphable(self, mode: Mode) -> frozenset[int]:
+        """Return the layers that graphs could launch in calls of a mode, by what was seen of them."""
+        stores, twins, state = [each.graphs for each in self._twins], self._twins[0], self.host.state
+        if any(store.is_off for store in stores):
+            return frozenset()
+        refused = frozenset[int]().union(*(store.refused for store in stores))
+        may = partial(layer_reason, habits=state.habits, twins=twins, is_seeded=mode != "infer")
+        return frozenset(one.index for one in state.layers if one.index not in refused and may(one) is None)
 
     def note_altered(self) -> None:
         """Replace the device copies of the layers."""

@@ -17,10 +17,11 @@ from rp_state.modules.habits import Habits
 
 from rp_engine.context import stepping_in_backward
 from rp_engine.device.memory.fp8_twins import Fp8Products
+from rp_engine.device.memory.graph_store import GraphWork
 from rp_engine.device.memory.weight_cache import NoWeightCache, WeightCache
 from rp_engine.device.packet import Packet
 from rp_engine.execution.losses import LossesSeen
-from rp_engine.settings.run_config import Grain, Launch
+from rp_engine.settings.run_config import Grain
 from rp_engine.widening import Widening
 
 _NUMBERS = itertools.count()
@@ -117,7 +118,8 @@ class Call:
     `habits`: what layers were seen to do when the call was launched. `looks`: whether it shows if anything draws
     in evaluation mode, and has a seed that is drawn only if so. `compares`: whether what layers recompute is
     compared with what forward gave, which `recomputed` tells when the call is over. `aside`: None for a call
-    of the user's. `launch`: see `RoundPipeRunConfig`. `products`: which linear layers multiply in FP8.
+    of the user's. `by_graphs`: whether graphs launch layers where they can; `graph_work`: what they did;
+    `frees_graphs`: no later call is to have any. `products`: which linear layers multiply in FP8.
     `coded`: the blocks that travel with codes in place of some weights.
     `number`: no other call of the process has it.
     """
@@ -141,7 +143,9 @@ class Call:
     looks: bool = False
     compares: bool = False
     aside: Aside | None = None
-    launch: Launch = "eager"
+    by_graphs: bool = False
+    frees_graphs: bool = False
+    graph_work: GraphWork = field(default_factory=GraphWork)
     products: Fp8Products | None = None
     coded: frozenset[Block] = frozenset()
     recomputed: list[Recomputed] = field(default_factory=list[Recomputed])

@@ -158,6 +158,10 @@ class PlanInUse:
         """Note how long a call under a plan took; see `Replanner.note`."""
         self._replanner.note(call_ms, plan)
 
+    def leave_out(self, plan: Plan) -> None:
+        """Note that a call under a plan did more than others do; see `Replanner.leave_out`."""
+        self._replanner.leave_out(plan)
+
     @property
     def measured_ms(self) -> float | None:
         """How long calls under the plan in use take; None if none counts yet."""
@@ -180,6 +184,13 @@ class PlanInUse:
             self._stored, self._is_outdated = None, False
             self._replanner.restart(first)
             self._tell(first.plan, before, "memory")
+
+    def reprice(self, guesses: Sequence[LayerCost], limits: Limits) -> None:
+        """Take what calls cost that are launched otherwise from now on, and begin anew with the plan in use."""
+        self._problem = tuple(guesses), limits
+        self._layers, self._limits, _ = self._first()
+        self._stored, self._is_outdated = None, False
+        self._replanner.restart()
 
     def _tell(self, plan: Plan, before: Plan, why: str) -> None:
         if plan == before:

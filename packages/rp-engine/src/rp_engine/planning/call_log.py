@@ -13,7 +13,7 @@ from typing import Protocol
 
 from rp_sched import LayerCost, Mode, Plan, PricedPlan, simulated_ms
 from rp_telemetry.call_span import CallSpan
-from rp_telemetry.call_time import CallTime, IdleBecause
+from rp_telemetry.call_time import CallTime, IdleBecause, LaunchDecision
 from rp_telemetry.layer_times import ModelTimer
 
 from rp_engine.planning.pricing import Pricing
@@ -45,6 +45,10 @@ class InUse(Protocol):
         """Note how long a call under this plan took."""
         ...
 
+    def leave_out(self, plan: Plan) -> None:
+        """Note that a call under this plan did more than others do."""
+        ...
+
 
 class UsersPlan:
     """A user's plan, which promises nothing and changes with no measurement: see `InUse`."""
@@ -56,6 +60,9 @@ class UsersPlan:
         del plan
 
     def note(self, plan: Plan, call_ms: float) -> None:
+        """Nothing follows."""
+
+    def leave_out(self, plan: Plan) -> None:
         """Nothing follows."""
 
 
@@ -107,10 +114,14 @@ class _UnderPlan:
 
 
 class CallLog:
-    """The measured and promised times of one model's calls, under the latest plan of each kind of call."""
+    """The measured and promised times of one model's calls, under the latest plan of each kind of call.
 
-    def __init__(self, pricing: Pricing) -> None:
+    `launch_of`: how calls of a mode and number of microbatches are launched.
+    """
+
+    def __init__(self, pricing: Pricing, launch_of: Callable[[Mode, int], LaunchDecision | None]) -> None:
         self._pricing = pricing
+        self._launch_of = launch_of
         self._plans: dict[tuple[Mode, int], _UnderPlan] = {}
         # By their numbers, calls that are not over.
         self._launched: dict[int, tuple[_UnderPlan, InUse]] = {}
@@ -139,19 +150,27 @@ class CallLog:
         self._launched = {other: call for other, call in self._launched.items() if other > number - _LAUNCHED}
         self._launched[number] = known, in_use
 
-    def note(self, mode: Mode, call: CallSpan) -> None:
+    def note(self, mode: Mode, call: CallSpan, *, is_usual: bool = True) -> float | None:
         """Note that a call is over: tell what has planned it, and log how its plan's promise compares.
+
+        Returns the ms that count for plans, if any. `is_usual`: it did what later calls do, or does not count.
 
         For plans, calls count that `CallTime` leaves out, too: from the end of the call before, or from their
         launch if that is later. Not those whose backward pass the caller runs: their end depends on the caller.
         """
         if call.number not in self._launched:
-            return
+            return None
         under, in_use = self._launched.pop(call.number)
         under.note(call, self._network_ms(mode, under.plan))
-        if mode != "train" and call.ended_s > self._ended_s:
-            in_use.note(under.plan, (call.ended_s - max(call.launched_s, self._ended_s)) * 1e3)
+        counts = mode != "train" and call.ended_s > self._ended_s
+        call_ms = (call.ended_s - max(call.launched_s, self._ended_s)) * 1e3 if counts else None
         self._ended_s = max(self._ended_s, call.ended_s)
+        if not is_usual:
+            in_use.leave_out(under.plan)
+            return None
+        if call_ms is not None:
+            in_use.note(under.plan, call_ms)
+        return call_ms
 
     def plans(self) -> dict[tuple[Mode, int], Plan]:
         """Return the latest plan of each kind of call and number of microbatches."""
@@ -171,6 +190,7 @@ class CallLog:
             bound_by=None,
             network_ms=self._network_ms(mode, under.plan),
             idle_because=under.in_use.idle_because,
+            launch=self._launch_of(mode, microbatches),
         )
         if not under.timer.estimator.samples:
             return time

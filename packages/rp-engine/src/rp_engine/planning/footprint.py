@@ -56,6 +56,8 @@ class Footprint:
         self._codes: dict[int, int] = {}
         # By layer, how many bytes fewer are uploaded, since codes travel in place of weights.
         self._spared: dict[int, int] = {}
+        # The rows of microbatches that graphs were captured for, and the bytes of their pools; None before.
+        self._pools: tuple[int, int] | None = None
 
     @property
     def is_measured(self) -> bool:
@@ -89,6 +91,25 @@ class Footprint:
     def spared_bytes(self, layers: Iterable[int]) -> int:
         """Return how many bytes fewer than these layers' weights are uploaded."""
         return sum(self._spared.get(layer, 0) for layer in layers)
+
+    def note_pools(self, nbytes: int, rows: int) -> None:
+        """Record the bytes of graphs' pools on the device that has most, for microbatches of so many rows."""
+        if nbytes and (self._pools is None or (rows, nbytes) > self._pools):
+            self._pools = rows, nbytes
+            self.version += 1
+
+    def graph_bytes(self, costs: Sequence[LayerCost], rows: int) -> int:
+        """Return what graphs keep on a device: weights and gradients of their layers, and pools.
+
+        A pool holds about what a microbatch takes beside these, until it is there to be measured.
+        """
+        fixed = sum(cost.fixed_bytes for cost in costs)
+        if not any(cost.has_graphs for cost in costs):
+            return 0
+        if self._pools is None:
+            return fixed + sum(cost.kept_bytes for cost in costs if cost.has_graphs) + self.working_at(rows)
+        most, nbytes = self._pools
+        return fixed + nbytes * max(rows, most) // most
 
     def working_at(self, rows: int) -> int:
         """Return the workspace for `rows`: on a line between measured ones; beyond the largest, in proportion.
@@ -175,7 +196,7 @@ def resident_bytes(tasks: Sequence[Task], costs: Sequence[LayerCost]) -> int:
     microbatch keeps nothing any more when they come. The last task's next one is the first task of the next call,
     on whichever device that will be; a call that computes losses returns only when no forward pass is left, and
     the next one begins after that. Weights of the task before, until the device has passed it, are not counted:
-    where launching is that far ahead, they show as workspace.
+    where launching is that far ahead, they show as workspace. Nor is what graphs keep (`Footprint.graph_bytes`).
 
     >>> layers = [LayerCost(1, weight_bytes=10, kept_bytes=5), LayerCost(1, weight_bytes=10, kept_bytes=17)]
     >>> resident_bytes([Task("F", range(0, 1), range(2), 0), Task("FB", range(1, 2), range(2), 0)], layers)
@@ -209,7 +230,7 @@ def _task_bytes(task: Task, costs: Sequence[LayerCost]) -> int:
 
 
 def _state_bytes(task: Task, costs: Sequence[LayerCost]) -> int:
-    gradients = sum(costs[layer].gradient_bytes for layer in task.layers if task.adds_gradients)
+    gradients = sum(costs[layer].passing_gradient_bytes for layer in task.layers if task.adds_gradients)
     return _weight_bytes(task, costs) + gradients
 
 

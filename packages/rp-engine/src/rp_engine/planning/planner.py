@@ -15,17 +15,20 @@ from rp_packing import packed_weights
 from rp_sched import LayerCost, Limits, Mode, Plan, Task
 from rp_state.layers import LayerState
 from rp_state.model_state import ModelState
+from rp_telemetry.call_span import CallSpan
 from rp_telemetry.launch_times import Launches
 from rp_telemetry.layer_times import LayerTimes, ModelTimer
 
 from rp_engine.device.memory.call_size import CallSize
+from rp_engine.device.memory.graph_store import GraphWork
 from rp_engine.device.memory.weight_cache import WeightCache
 from rp_engine.planning.adaptive import PlanInUse
 from rp_engine.planning.call_log import CallLog
 from rp_engine.planning.footprint import Footprint, resident_bytes
+from rp_engine.planning.launching.launching import Launching
 from rp_engine.planning.microbatches import counts_of, fastest
 from rp_engine.planning.plan_cache import NO_PLAN_CACHE, PlanCache
-from rp_engine.planning.pricing import FORWARD_PART, LAUNCH_MS, Pricing
+from rp_engine.planning.pricing import FORWARD_PART, LAUNCH_MS, REPLAY_LAUNCH_MS, Pricing
 from rp_engine.planning.with_state import assign_layers, stateful_tasks
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.settings.execute_plan import ModelExecutePlan
@@ -54,14 +57,21 @@ class Planner:
     """Plans one model's calls on a runtime, from guessed costs at first and then from measured ones.
 
     Plans and measurements are kept until the model's blocks change. `size`: of a call.
-    `has_room_for_pairs`: whether host memory suffices if two tasks of a call add to each gradient.
+    `has_room_for_pairs`: whether host memory suffices if two tasks of a call add to each gradient. `graphable`:
+    the layers that graphs could launch in calls of a mode, as far as was seen of them.
     """
 
     def __init__(
-        self, name: str, state: ModelState, runtime: Runtime, has_room_for_pairs: Callable[[], bool]
+        self,
+        name: str,
+        state: ModelState,
+        runtime: Runtime,
+        has_room_for_pairs: Callable[[], bool],
+        graphable: Callable[[Mode], frozenset[int]],
     ) -> None:
         self._name = name
         self._has_room_for_pairs = has_room_for_pairs
+        self._graphable = graphable
         self._state = state
         self._runtime = runtime
         self._on_host = runtime.backend.abilities.computes_on_host
@@ -74,15 +84,17 @@ class Planner:
     def forget(self) -> None:
         """Drop all plans and measurements, since the layers have changed."""
         self._timers: dict[tuple[Mode, int], ModelTimer] = {}
+        # How calls are launched: by Python, or by graphs.
+        self.launching = Launching(self._runtime.backend, self._graphable, self._missing_bytes)
         self._homes: tuple[tuple[int, ...], ...] = ()
-        # Each with the footprint's version and number of shortages at its last update. It is updated when the
-        # version has changed, and told whether memory has run out since.
-        self._plans: dict[object, tuple[tuple[int, int], PlanInUse]] = {}
+        # Each with the footprint's version and number of shortages at its last update, and with the layers that
+        # graphs launched. It is updated when the version has changed, and told whether memory has run out since.
+        self._plans: dict[object, tuple[tuple[int, int, frozenset[int]], PlanInUse]] = {}
         self.footprint = Footprint(self._state.layers)
         self._launches: deque[LayerTimes] = deque(maxlen=_LAUNCHES)
         self.pricing = Pricing(self._state, self._runtime, self.footprint, self._has_room_for_pairs)
         # The times of calls, and those that their plans promise.
-        self.log = CallLog(self.pricing)
+        self.log = CallLog(self.pricing, self.launching.decision)
         # Tasks that ran while the peak was measured, without gradients of earlier calls beside them.
         self._shown: set[object] = set()
         # The last call's predicted peak on a device, and the usable memory that it leaves free.
@@ -100,12 +112,14 @@ class Planner:
         is_given = not config.is_planned and self._on_host and not self._sees_memory
         if not timer.watches_next() or (is_given and not timer.VERBOSE):
             return None
+        replayed = self.launching.layers_of_call(mode, size) if not timer.is_young() else frozenset[int]()
         # A CPU device computes on the thread that launches, so launching cannot be measured separately.
-        launches = None if self._on_host else Launches()
-        self._launches.append(
-            LayerTimes(timer, size.rows, tasks, self._peak_bytes(), self.spare_bytes, launches=launches)
+        launches = None if self._on_host or replayed else Launches()
+        times = LayerTimes(
+            timer, size.rows, tasks, self._peak_bytes(), self.spare_bytes, launches=launches, by_graphs=replayed
         )
-        return self._launches[-1]
+        self._launches.append(times)
+        return times
 
     def take(self, times: LayerTimes, *, is_whole: bool = True) -> None:
         """Use the measurements of a finished launch. `is_whole`: none of its tasks was run again."""
@@ -119,13 +133,15 @@ class Planner:
         self._shown |= _shapes(times.tasks, times.rows)
         peak = self._peak_bytes()
         if peak <= times.peak_bytes:
-            self.footprint.note_no_peak(peak, times.tasks, self._guesses(times.rows), times.rows)
+            self.footprint.note_no_peak(
+                peak - self._graph_bytes(times), times.tasks, self._costs(times), times.rows
+            )
         elif times in self._launches:
             launches = self._launched_since(times)
             largest = max(launches, key=self._resident_bytes)
             # Part of the peak may have been gradients that were still being downloaded, which is not workspace.
-            peak -= max(launch.spare_bytes for launch in launches)
-            self.footprint.note_peak(peak, largest.tasks, self._guesses(largest.rows), largest.rows)
+            peak -= max(launch.spare_bytes for launch in launches) + self._graph_bytes(largest)
+            self.footprint.note_peak(peak, largest.tasks, self._costs(largest), largest.rows)
 
     def note_shortages(self, tasks: Sequence[Task], size: CallSize) -> None:
         """Note that these tasks of a call ran out of device memory, so that later plans use less."""
@@ -138,7 +154,13 @@ class Planner:
         return launches[launches.index(times) :]
 
     def _resident_bytes(self, times: LayerTimes) -> int:
-        return resident_bytes(times.tasks, self._guesses(times.rows))
+        return resident_bytes(times.tasks, self._costs(times)) + self._graph_bytes(times)
+
+    def _costs(self, times: LayerTimes) -> list[LayerCost]:
+        return self._guesses(times.rows, times.by_graphs)
+
+    def _graph_bytes(self, times: LayerTimes) -> int:
+        return self.footprint.graph_bytes(self._costs(times), times.rows)
 
     def _peak_bytes(self) -> int:
         return max(use.peak_bytes for use in self._runtime.memory())
@@ -172,8 +194,35 @@ class Planner:
         # Below the lowest trained layer nothing needs gradients.
         lowest = 0 if input_grads else self._state.first_trainable()
         kept = tuple(_from(lowest, task) for task in tasks if not task.recomputes or task.layers.stop > lowest)
+        self.launching.choose(config, mode, size, kept, self._timer(mode, size.microbatches))
         self._predict(mode, size, kept)
         return kept
+
+    def _missing_bytes(self, rows: int, tasks: Sequence[Task], layers: frozenset[int]) -> int | None:
+        """Return the device memory that graphs of these layers lack beside what a plan takes; None if unknown."""
+        if not self._sees_memory:
+            return 0
+        if not self.footprint.knows_peak:
+            return None
+        foreseen = self._foreseen_bytes(rows, tasks, layers)
+        return max(foreseen - self.pricing.usable_bytes, 0)
+
+    def _foreseen_bytes(self, rows: int, tasks: Sequence[Task], layers: frozenset[int]) -> int:
+        costs = self._guesses(rows, layers)
+        taken = self.footprint.working_at(rows) + self.footprint.graph_bytes(costs, rows)
+        return resident_bytes(tasks, costs) + taken
+
+    def note_over(
+        self, mode: Mode, size: CallSize, call: CallSpan, work: GraphWork, pool_bytes: Callable[[], int]
+    ) -> None:
+        """Use what a call took that is over. `work`: what graphs did in it; `pool_bytes`: asks what they hold."""
+        call_ms = self.log.note(mode, call, is_usual=not work.is_prepared)
+        if call_ms is not None:
+            self.launching.note(mode, size, call_ms, replayed=work.is_replayed)
+        if work.is_prepared and self._sees_memory:
+            self.footprint.note_pools(pool_bytes(), size.rows)
+
+    # Plans
 
     def tasks_aside(self, config: RoundPipeRunConfig, size: CallSize) -> tuple[Task, ...]:
         """Return the tasks of an inference call that is not in the log, and after which calls go on as before it.
@@ -209,8 +258,8 @@ class Planner:
 
     def _predict(self, mode: Mode, size: CallSize, tasks: tuple[Task, ...]) -> None:
         if self.footprint.is_measured:
-            costs = self._guesses(size.rows)
-            self.predicted_bytes = resident_bytes(tasks, costs) + self.footprint.working_at(size.rows)
+            replayed = self.launching.layers_of_call(mode, size)
+            self.predicted_bytes = self._foreseen_bytes(size.rows, tasks, replayed)
             spare = self.pricing.usable_bytes - self.predicted_bytes
             self.spare_bytes = max(spare, 0) if self._knows_peak(mode, size, tasks) else 0
 
@@ -221,7 +270,8 @@ class Planner:
 
     def _dealt(self, config: RoundPipeRunConfig, mode: Mode, size: CallSize) -> tuple[Task, ...]:
         timer = self._timer(mode, size.microbatches)
-        guesses = partial(self._guesses, size.rows if self._sees_memory else 0)
+        layers = self.launching.layers(mode, size.microbatches)
+        guesses = partial(self._guesses, size.rows if self._sees_memory else 0, layers)
         number = self._runtime.num_calls + 1
         if config.execute_plan is not None:
             plan = self._checked(config.execute_plan, mode)
@@ -253,13 +303,16 @@ class Planner:
         writers = tuple(layer.index for layer in self._state.layers if _may_write(layer))
         rows = _rounded_up(size.rows)
         key = (mode, size.microbatches, writers, rows if self._sees_memory else 0)
-        state = self.footprint.version, self.footprint.num_shortages
+        layers = self.launching.layers(mode, size.microbatches)
+        state = self.footprint.version, self.footprint.num_shortages, layers
         if key not in self._plans:
             plan = self._new_plan(mode, size.microbatches, rows)
         else:
-            (version, shortages), plan = self._plans[key]
+            (version, shortages, before), plan = self._plans[key]
             if version != self.footprint.version:
-                plan.update(*self._problem(mode, rows), ran_out=shortages != self.footprint.num_shortages)
+                plan.update(*self._problem(mode, rows, layers), ran_out=shortages != self.footprint.num_shortages)
+            if layers != before:
+                plan.reprice(*self._problem(mode, rows, layers))
         self._plans[key] = (state, plan)
         return plan
 
@@ -315,21 +368,26 @@ class Planner:
         # On a copy: `costs` changes the estimator, which compares with the times it returned last.
         return list(copy.deepcopy(best).costs(guesses))
 
-    def _guesses(self, rows: int) -> list[LayerCost]:
+    def _guesses(self, rows: int, by_graphs: frozenset[int] = frozenset()) -> list[LayerCost]:
         return [
             _guessed_cost(
                 layer,
                 self.footprint.kept_bytes(layer.index, rows),
                 self.footprint.spared_bytes([layer.index]),
+                replay_launch_ms=REPLAY_LAUNCH_MS if layer.index in by_graphs else None,
             )
             for layer in self._state.layers
         ]
 
-    def _problem(self, mode: Mode, rows: int) -> tuple[list[LayerCost], Limits]:
+    def _problem(
+        self, mode: Mode, rows: int, by_graphs: frozenset[int] = frozenset()
+    ) -> tuple[list[LayerCost], Limits]:
         """Return the guessed costs and the limits of calls whose microbatches have so many rows."""
         rows = rows if self._sees_memory else 0
         caution = self._caution(mode, rows)
-        costs = [replace(cost, kept_bytes=int(cost.kept_bytes * caution)) for cost in self._guesses(rows)]
+        costs = [
+            replace(cost, kept_bytes=int(cost.kept_bytes * caution)) for cost in self._guesses(rows, by_graphs)
+        ]
         limits = self.pricing.limits(costs, rows, is_known=caution == 1)
         budget = limits.device_memory_bytes
         assert budget is not None
@@ -340,7 +398,7 @@ class Planner:
         facts = {"mode": mode, "microbatches": microbatches, "rows": rows if self._sees_memory else 0}
         return PlanInUse(
             timer,
-            *self._problem(mode, rows),
+            *self._problem(mode, rows, self.launching.layers(mode, microbatches)),
             devices=len(self._runtime.lanes),
             microbatches=microbatches,
             mode=mode,
@@ -402,7 +460,9 @@ def _may_write(layer: LayerState) -> bool:
     return any(block.kind == "buffer" and not block.is_read_only for block in layer.blocks)
 
 
-def _guessed_cost(layer: LayerState, kept_bytes: int, spared_bytes: int = 0) -> LayerCost:
+def _guessed_cost(
+    layer: LayerState, kept_bytes: int, spared_bytes: int = 0, *, replay_launch_ms: float | None = None
+) -> LayerCost:
     # A block that several layers share is uploaded once for a stage, so only its last layer counts it.
     own = [block for block in layer.blocks if max(block.users) == layer.index]
     nbytes = sum(block.nbytes for block in own)
@@ -413,4 +473,5 @@ def _guessed_cost(layer: LayerState, kept_bytes: int, spared_bytes: int = 0) -> 
         trainable_bytes=sum(block.nbytes for block in own if block.kind == "trainable"),
         kept_bytes=kept_bytes,
         writes_buffers=_may_write(layer),
+        replay_launch_ms=replay_launch_ms,
     )

@@ -28,6 +28,8 @@ _LEAST_SHARE = 0.3
 # The GIL time of launching a layer's forward and backward for a microbatch, and the forward part of it, where they
 # were not measured: compiled decoders on an H200's host (benchmarks/results/performance.md).
 LAUNCH_MS, FORWARD_PART = 3.1, 0.45
+# The same for each pass of a layer that a graph launches: some 28 layers take below 1 ms (benchmarks/results).
+REPLAY_LAUNCH_MS = 0.025
 # A weight in 16 bits, as the scheduler counts parameters.
 _WEIGHT_BYTES = 2
 
@@ -147,7 +149,8 @@ class Pricing:
         elif not (self._footprint.is_measured and self._footprint.knows_peak):
             budget = guessed
         else:
-            budget = max(self.usable_bytes - self._footprint.working_at(rows), int(smallest * _LEAST_SHARE))
+            taken = self._footprint.working_at(rows) + self._footprint.graph_bytes(costs, rows)
+            budget = max(self.usable_bytes - taken, int(smallest * _LEAST_SHARE))
         return max(int(min(budget, self._footprint.most_bytes(rows))), largest_layer, 1)
 
     @property

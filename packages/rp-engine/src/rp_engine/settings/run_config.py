@@ -13,7 +13,7 @@ from rp_packing import Fp8
 from rp_engine.settings.execute_plan import ModelExecutePlan
 
 Grain = Literal["stage", "layer"]
-Launch = Literal["eager", "graphs"]
+Launch = Literal["auto", "graphs", "eager"]
 Compute = Literal["bf16", "fp8", "auto", "fp16-sums"]
 
 
@@ -33,9 +33,10 @@ class RoundPipeRunConfig:
             with an `execute_plan`: number of devices + 1.
         split_input, split_label, merge_output: specs or functions for `rp_batch`; default: inferred.
             ``merge_output=False`` returns the outputs as microbatches on the host, see `RoundPipePackedData`.
-        launch: how a device is told what to compute: ``"eager"``, the default, by Python, operation by operation;
+        launch: how a device is told what to compute: ``"eager"``, by Python, operation by operation;
             ``"graphs"``: the inner microbatches of a task by CUDA graphs where its layers can be captured, see
-            docs/performance.md. Numbers stay those of eager runs.
+            docs/performance.md. ``"auto"``, the default: by graphs where launching is measured to bound calls and
+            there is memory for them, and calls turn out to be faster. Numbers stay those of eager runs.
         compute: how linear layers multiply: ``"bf16"``, the default, in the dtype of their weights; ``"fp8"``: in
             8 bits where they can, see docs/how-to/fp8.md; an `Fp8` says which products and layers; ``"auto"``: as
             the first training call measures to be faster, from then on. ``"fp16-sums"``, of a model alone: fp16

@@ -74,6 +74,18 @@ class Estimator:
             if ms is not None:
                 times.add(layer, milliseconds(name, ms))
 
+    def is_fresh(self, name: str, layer: int) -> bool:
+        """Return whether a field's estimate awaits the sample that will replace it, see `restart`.
+
+        >>> estimator = Estimator(1)
+        >>> for ms in (9.0, 2.0):
+        ...     estimator.add(0, forward_ms=ms)
+        >>> estimator.restart()
+        >>> estimator.is_fresh("forward_ms", 0), estimator.estimate("forward_ms", 0)
+        (True, 2.0)
+        """
+        return self._times[name].averages[layer].is_fresh
+
     def estimate(self, name: str, layer: int) -> float | None:
         """Return the measured time for a field of `LayerCost`; None without samples.
 
@@ -83,8 +95,10 @@ class Estimator:
         average = self._times[name].averages[layer]
         return average.value if average.samples else None
 
-    def restart(self) -> None:
+    def restart(self, names: Sequence[str] | None = None) -> None:
         """Let the next samples replace the estimates. Call it when the estimates are out of date.
+
+        `names`: the fields of `LayerCost` whose estimates are; by default all.
 
         >>> estimator = Estimator(1)
         >>> for ms in (9.0, 2.0, 2.0, 2.0):
@@ -94,8 +108,8 @@ class Estimator:
         >>> round(estimator.costs([LayerCost(0)])[0].forward_ms, 6)
         5.0
         """
-        for times in self._times.values():
-            times.restart()
+        for name in self._times if names is None else names:
+            self._times[name].restart()
 
     def costs(self, layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
         """Return `layers` with their times replaced by estimates. `moved` compares with the latest result.
@@ -211,6 +225,11 @@ class _Average:
         self._sum += (1 - SMOOTHING) * (sample - self._sum)
         self._weight += (1 - SMOOTHING) * (1 - self._weight)
         self.value = self._sum / self._weight
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no sample came since the start, or `restart`."""
+        return not self._weight
 
     def restart(self) -> None:
         """Forget all samples. Their number stays, and the value until the next sample replaces it."""

@@ -20,6 +20,8 @@ from rp_sched.simulation.stage_costs import Loads
 
 # Calls of a plan before it is judged: the first one warms up, and two show the spread.
 TRIAL = 3
+# The most calls of a stage that are left out.
+MOST_LEFT_OUT = 16
 # The latest calls of a plan whose median counts.
 WINDOW = 8
 # Samples of layer times before plans are searched with them: one may be an outlier.
@@ -105,8 +107,8 @@ class Replanner:
 
     def _begin(self, first: PricedPlan) -> None:
         self._stage: Literal["first", "trial", "settled"] = "first"
-        # Calls in this stage.
-        self._calls = 0
+        # Calls in this stage, and those that are left out of them.
+        self._calls = self._left_out = 0
         self._measured: dict[Plan, _Calls] = {}
         self._begin_with(first)
 
@@ -164,6 +166,22 @@ class Replanner:
         milliseconds("call_ms", call_ms)
         if calls is not None:
             calls.add(call_ms)
+
+    def leave_out(self, plan: Plan) -> None:
+        """Leave a call out that did more than calls under its plan do: one more is made before the next decision.
+
+        >>> replanner = Replanner([LayerCost(1.0, weight_bytes=10)] * 2, devices=1, microbatches=1, mode="fused")
+        >>> for _ in range(3):
+        ...     _ = replanner.priced_plan()
+        >>> replanner.leave_out(replanner.in_use.plan)
+        >>> replanner.decides_next
+        False
+
+        At most `MOST_LEFT_OUT` calls of a stage are.
+        """
+        if not self.is_settled and plan == self._in_use.plan and self._left_out < MOST_LEFT_OUT:
+            self._left_out += 1
+            self._calls -= 1
 
     @property
     def in_use(self) -> PricedPlan:
@@ -255,7 +273,7 @@ class Replanner:
         )
         self._stage, self._calls = "settled", 0
         if found is not self._in_use:
-            self._stage, self._calls, self.why = "trial", 1, "times"
+            self._stage, self._calls, self._left_out, self.why = "trial", 1, 0, "times"
             self._use(found)
 
     def _use_faster(self, *, band: float) -> None:

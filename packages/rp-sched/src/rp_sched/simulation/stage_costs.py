@@ -23,11 +23,11 @@ class Load(NamedTuple):
 
     `ms`: compute time of one microbatch; `backward_ms`: the part of it that needs gradients. `launch_ms`: how
     long its launching by Python holds the GIL; `replay_launch_ms`: the same where graphs launch layers, as they do
-    in the part `replayed` of the task's microbatches. `hop_ms`: from the end of a microbatch to when the next one
-    starts in the next stage, on the slowest links. `weight_bytes`: uploaded for the task. `input_bytes`, `output_bytes`:
-    uploaded and downloaded per microbatch. `sent_bytes`, `added_bytes`: gradients downloaded by the task, of which
-    the latter are added on the host. `step_bytes`: traffic of the optimizer's step that the task's gradients
-    complete. `state_bytes`: weights and gradients on the device, beside those that graphs keep.
+    in the part `replayed` of the task's microbatches. `hop_ms`: from the end of a microbatch to when the next
+    stage may start it, on the slowest links. `weight_bytes`: uploaded for the task. `input_bytes`,
+    `output_bytes`: uploaded and downloaded per microbatch. `sent_bytes`, `added_bytes`: gradients downloaded by
+    the task, of which the latter are added on the host. `step_bytes`: traffic of the optimizer's step that the
+    task's gradients complete. `state_bytes`: weights and gradients on the device, beside those that graphs keep.
     `gradient_bytes`: gradients alone. `kept_bytes`: kept activations of one microbatch.
     """
 

@@ -31,6 +31,17 @@ class FixedBlock:
 
 
 @dataclass
+class GraphWork:
+    """What graphs did in one call. Its tasks' threads only ever set these.
+
+    `is_prepared`: some were captured or tried, which takes longer than calls do. `is_replayed`: some ran.
+    """
+
+    is_prepared: bool = False
+    is_replayed: bool = False
+
+
+@dataclass
 class Entry:
     """What became of some layers with inputs of one signature, in calls of one mode.
 
@@ -78,6 +89,11 @@ class GraphStore:
     is_off: bool = False
     calls: dict[Mode, tuple[int, int]] = field(default_factory=dict[Mode, tuple[int, int]])
 
+    @property
+    def pool_bytes(self) -> int:
+        """The bytes of all pools."""
+        return sum(pool.nbytes for pool in self.pools)
+
     def number(self, mode: Mode, call: int) -> int:
         """The number of a call among those of its mode."""
         count, latest = self.calls.get(mode, (0, -1))
@@ -95,6 +111,10 @@ class GraphStore:
     def drop(self) -> None:
         """Free all graphs and their memory, for good: there is too little of it."""
         self.is_off = True
+        self.clear()
+
+    def clear(self) -> None:
+        """Free all graphs and their memory."""
         for entry in self.entries.values():
             entry.lose()
         self.entries.clear()

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rp_recompute.randomness import RngConsumer
-from rp_sched import Task
+from rp_sched import LEAST_REPLAYED, Task
+from rp_state.layers import LayerState
+from rp_state.modules.habits import Habits
 
-from rp_engine.device.replica import has_hooks
+from rp_engine.device.replica import Twins, has_hooks
 from rp_engine.execution.stage.task_context import TaskContext
-
-# A task's first microbatch runs as its weights arrive, its last one as its gradients leave: graphs do neither.
-LEAST_MICROBATCHES = 3
 
 
 def task_reason(place: TaskContext, task: Task, *, is_whole: bool) -> str | None:
@@ -20,7 +19,7 @@ def task_reason(place: TaskContext, task: Task, *, is_whole: bool) -> str | None
     reasons = {
         "this kind of device captures no graphs": not place.backend.abilities.captures_graphs,
         'recompute_grain="layer" recomputes each layer apart': call.grain == "layer",
-        f"a task runs fewer than {LEAST_MICROBATCHES} microbatches": len(task.microbatches) < LEAST_MICROBATCHES,
+        f"a task runs fewer than {LEAST_REPLAYED} microbatches": len(task.microbatches) < LEAST_REPLAYED,
         "the task runs in parts, since device memory is short": not is_whole,
     }
     return next((reason for reason, is_so in reasons.items() if is_so), None)
@@ -39,20 +38,28 @@ class Graphable:
 
     def reason(self, layer: int) -> str | None:
         """What a run of a layer is beside its forward, in words; None if it is nothing else."""
-        habits, consumer = self.place.call.habits, RngConsumer("layer", layer)
-        twins, state = self.place.twins, self.place.call.state.layers[layer]
-        if self._is_seeded and consumer not in habits.not_drawing:
-            return "it draws random numbers on the host"
-        if consumer in habits.writers:
-            return "it writes its input"
-        if state.has_buffers:
-            return "it has buffers"
-        if twins.prepares(layer):
-            return "it has a `prepare`"
-        if twins.is_packed(layer):
-            return "its weights are packed"
-        return "it has hooks" if any(map(has_hooks, state.module.modules())) else None
+        call = self.place.call
+        return layer_reason(call.state.layers[layer], call.habits, self.place.twins, is_seeded=self._is_seeded)
 
     @property
     def _is_seeded(self) -> bool:
         return self.place.call.randomness is not None
+
+
+def layer_reason(layer: LayerState, habits: Habits, twins: Twins, *, is_seeded: bool) -> str | None:
+    """What a run of a layer is beside its forward, in words, by what was seen of it; None if it is nothing else.
+
+    `is_seeded`: its call seeds random numbers.
+    """
+    index, consumer = layer.index, RngConsumer("layer", layer.index)
+    if is_seeded and consumer not in habits.not_drawing:
+        return "it draws random numbers on the host"
+    if consumer in habits.writers:
+        return "it writes its input"
+    if layer.has_buffers:
+        return "it has buffers"
+    if twins.prepares(index):
+        return "it has a `prepare`"
+    if twins.is_packed(index):
+        return "its weights are packed"
+    return "it has hooks" if any(map(has_hooks, layer.module.modules())) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Hashable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -16,7 +16,8 @@ from rp_recompute.sketch import sketch
 from rp_sched import Task
 from rp_state.block import Block
 from rp_state.gradient import sum_dtype
-from rp_telemetry.layer_times import LayerTimes
+from rp_telemetry.layer_times import LayerTimes, ReplayPass
+from rp_telemetry.tracing import NOTHING
 from rp_transfer import GraphPool, NotCapturable, is_out_of_memory
 
 from rp_engine.device.activations import enter
@@ -87,7 +88,10 @@ class TaskGraphs:
         # The first layer beyond those that graphs are there for, or to be.
         self._prepared = 0
         self._added: set[Block] = set()
-        self.is_used = call.launch == "graphs" and call.aside is None and times is None and not self._store.is_off
+        self._times = times
+        # Calls that are measured for a plan by Python have no replays.
+        is_asked = call.by_graphs and (times is None or bool(times.by_graphs))
+        self.is_used = is_asked and call.aside is None and not self._store.is_off
         if self.is_used and (reason := task_reason(place, task, is_whole=is_whole)) is not None:
             self._tell(task.layers, reason)
             self.is_used = False
@@ -119,6 +123,11 @@ class TaskGraphs:
         added, self._added = self._added, set()
         return added
 
+    def free_unwanted(self) -> None:
+        """Free what earlier calls had of graphs, if no later ones are to have any."""
+        if self._call.frees_graphs and self._store.fixed:
+            self._store.clear()
+
     def drop(self) -> None:
         """Free all graphs of the model on this device: its memory is short."""
         self.is_used = False
@@ -135,10 +144,18 @@ class TaskGraphs:
             randomness.drew_on_device.update((consumer, microbatch) for consumer in consumers)
         if graphs.trains:
             self._added.update(self._blocks(graphs.layers))
+        self._call.graph_work.is_replayed = True
         first = graphs.layers.start
         self._activity.current = (_REPLAY, first, microbatch)
-        with self._place.span("replay from {} on", self._call.state.layers[first]):
-            return graphs.replay(leaves, seeds)
+        with (
+            self._place.span("replay from {} on", self._call.state.layers[first]),
+            self._timed("forward", graphs.layers),
+        ):
+            return graphs.replay(leaves, seeds, partial(self._timed, "backward", graphs.layers))
+
+    def _timed(self, which: ReplayPass, layers: range) -> AbstractContextManager[None]:
+        times, stream = self._times, self._device.compute
+        return NOTHING if times is None else times.replays.replay(which, layers, stream)
 
     # Which layers
 
@@ -216,12 +233,14 @@ class TaskGraphs:
     ) -> None:
         try:
             if entry.graphs is None and not self._call.compares:
+                self._call.graph_work.is_prepared = True
                 self._store.drop_unused(self._call.mode, self._call_number)
                 entry.graphs = self._captured(layers, place, leaves, treedef)
                 entry.is_tried = False
             elif entry.graphs is not None and (
                 not entry.is_tried or self._call_number >= entry.tried_at + TRIED_EACH
             ):
+                self._call.graph_work.is_prepared = True
                 self._try(entry.graphs, microbatch, leaves, treedef, recomputes=recomputes)
                 entry.is_tried, entry.tried_at = True, self._call_number
         except NotCapturable as error:
@@ -338,7 +357,8 @@ class TaskGraphs:
     def _check_room(self, nbytes: int) -> None:
         """Refuse graphs where memory is short: their pool holds about what a run takes beside weights."""
         now = self._device.memory()
-        room = self._device.obtainable_bytes() - now.used_bytes
+        # Only graphs use what pools hold.
+        room = self._device.obtainable_bytes() - now.used_bytes - self._store.pool_bytes
         needed = nbytes + max(now.peak_bytes - now.used_bytes, 0)
         if room < needed:
             raise NoRoom(f"{needed / 1e9:.1f} GB of device memory are not free, but {room / 1e9:.1f}")

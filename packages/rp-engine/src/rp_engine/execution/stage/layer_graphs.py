@@ -16,6 +16,8 @@ from rp_engine.device.activations import enter
 
 # Runs a layer on a tree; returns its output.
 LayerBody = Callable[[int, Any], Any]
+# Measures a backward pass that is replayed inside of it.
+Timed = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +110,10 @@ class LayerGraphs:
         pairs = zip(self._leaves, grad_leaves, strict=True)
         return [None if own is None else own.grad for leaf, own in pairs if isinstance(leaf, torch.Tensor)]
 
-    def replay(self, leaves: Sequence[Any], seeds: Sequence[int]) -> Any:
+    def replay(self, leaves: Sequence[Any], seeds: Sequence[int], timed: Timed = nullcontext) -> Any:
         """Run the layers on the leaves of a tree; return what the last one returns, with a graph if it trains."""
         made = cast(
-            "tuple[torch.Tensor, ...]", _Replay.apply(self, tuple(seeds), self._anchor, *tensors_of(leaves))
+            "tuple[torch.Tensor, ...]", _Replay.apply(self, tuple(seeds), timed, self._anchor, *tensors_of(leaves))
         )
 
         def value(result: Any) -> Any:
@@ -154,10 +156,15 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, graphs: LayerGraphs, seeds: tuple[int, ...], anchor: torch.Tensor, *tensors: torch.Tensor
+        ctx: Any,
+        graphs: LayerGraphs,
+        seeds: tuple[int, ...],
+        timed: Timed,
+        anchor: torch.Tensor,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         del anchor
-        ctx.graphs = graphs
+        ctx.graphs, ctx.timed = graphs, timed
         ctx.set_materialize_grads(False)
         made = graphs.run_forward(tensors, seeds)
         ctx.mark_non_differentiable(*(one for one, is_end in zip(made, graphs.is_end, strict=True) if not is_end))
@@ -165,7 +172,8 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        return None, None, None, *ctx.graphs.run_backward(grads)
+        with ctx.timed():
+            return None, None, None, None, *ctx.graphs.run_backward(grads)
 
 
 def tensors_of(leaves: Iterable[Any]) -> list[torch.Tensor]:

@@ -1,0 +1,1 @@
+"""Whether Python or graphs launch the calls of a model, chosen by what calls take."""

@@ -1,0 +1,228 @@
+"""What ``launch="auto"`` is in calls of one kind: launched by Python, or by graphs where these gain."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from rp_sched import LEAST_REPLAYED, Estimator, Task, replayed_part
+from rp_telemetry.call_time import LaunchDecision
+from rp_telemetry.layer_times import ModelTimer
+
+_LOG = logging.getLogger(__name__)
+# Graphs are tried where launching takes at least this part of what devices take. Devices are timed while they are
+# launched to: where launching bounds them, both are about the same, since they wait for it.
+_BOUND = 0.8
+# They stay until it takes less than this part, for other layers or shapes.
+_STAYS = 0.6
+# They have to take over this part of launching. First and last microbatches are not theirs, nor are some layers.
+_LEAST_PART = 0.2
+# Calls before they are judged, and the part of a call's time that they have to save.
+_TRIAL, _GAIN = 5, 0.02
+# The latest calls that count, as for plans.
+_WINDOW = 8
+# They are given up after so many calls in which none was launched.
+_PATIENCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchTimes:
+    """What the tasks of a call take, in ms.
+
+    `launching_ms`: the longest that one thread launches by Python, or that all of them hold the GIL for it.
+    `computing_ms`: the longest that one device computes. `replayed`: the part of launching that graphs would take
+    over.
+    """
+
+    launching_ms: float
+    computing_ms: float
+    replayed: float
+
+    def bounds(self, part: float) -> bool:
+        """Whether launching takes at least this part of what devices take."""
+        return self.launching_ms >= part * self.computing_ms
+
+    def __str__(self) -> str:
+        return f"launching takes {self.launching_ms:.0f} ms of a call, its devices {self.computing_ms:.0f} ms"
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchQuestion:
+    """A call that is to be launched.
+
+    `layers`: asks which layers graphs could launch. `missing_bytes`: asks for the device memory that graphs of
+    these layers lack; None if that is not known yet.
+    """
+
+    tasks: Sequence[Task]
+    layers: Callable[[], frozenset[int]]
+    missing_bytes: Callable[[frozenset[int]], int | None]
+
+    @property
+    def plan(self) -> Hashable:
+        """What calls have in common whose tasks are alike but for their devices."""
+        return tuple(replace(task, device=0) for task in self.tasks)
+
+    @property
+    def replays_none(self) -> bool:
+        """Whether no task has enough microbatches for graphs."""
+        return all(len(task.microbatches) < LEAST_REPLAYED for task in self.tasks)
+
+
+def launch_times(tasks: Sequence[Task], timer: ModelTimer, layers: Collection[int]) -> LaunchTimes | None:
+    """Return what tasks take by measured times, if graphs launched `layers`; None without times of launching."""
+    launching: dict[int, float] = {}
+    computing: dict[int, float] = {}
+    replayed_ms = 0.0
+    for task in tasks:
+        count, part = len(task.microbatches), replayed_part(task.kind, len(task.microbatches))
+        for layer in task.layers:
+            launch_ms, compute_ms = _of_layer(task, layer, timer.estimator)
+            launching[task.device] = launching.get(task.device, 0.0) + count * launch_ms
+            computing[task.device] = computing.get(task.device, 0.0) + count * compute_ms
+            # The loss function reads what the last one returns: Python launches both.
+            is_graph = layer in layers and not (task.computes_loss and layer + 1 == task.layers.stop)
+            replayed_ms += part * count * launch_ms * is_graph
+    all_ms = sum(launching.values())
+    if not all_ms:
+        return None
+    # Threads launch beside each other, but for the part that holds the GIL.
+    longest = max(*launching.values(), all_ms * timer.launch_gil_share)
+    return LaunchTimes(longest, max(computing.values()), replayed_ms / all_ms)
+
+
+def _of_layer(task: Task, layer: int, estimator: Estimator) -> tuple[float, float]:
+    """How long a microbatch of a layer is launched and computed in a task, by measured times."""
+
+    def ms(*names: str) -> float:
+        found = (estimator.estimate(name, layer) for name in names)
+        return next((one for one in found if one is not None), 0.0)
+
+    launch_ms, compute_ms = 0.0, 0.0
+    if task.runs_forward or task.recomputes:
+        launch_ms += ms(*["recompute_launch_ms"] * task.recomputes, "forward_launch_ms")
+        compute_ms += ms("forward_ms")
+    if task.runs_backward:
+        launch_ms += ms("backward_launch_ms")
+        compute_ms += ms("backward_ms")
+    return launch_ms, compute_ms
+
+
+class LaunchChoice:
+    """Decides for calls of one kind, as often as what it depends on changes.
+
+    `decision`: None until the first nine calls are measured, and on devices that have no choice. `layers`: those
+    that graphs launch; empty: none.
+
+    Graphs are tried where launching bounds a call and there is memory for them. They stay if calls were faster.
+    """
+
+    def __init__(self, timer: ModelTimer) -> None:
+        self.decision: LaunchDecision | None = None
+        self.layers: frozenset[int] = frozenset()
+        self._timer = timer
+        self._asked: Hashable = None
+        self._num_drifts = timer.num_drifts
+        # Calls have shown whether graphs gain, for layers as they are.
+        self._is_judged = False
+        self._plan: Hashable = None
+        self._ms: dict[bool, deque[float]] = {}
+        self._idle_calls = 0
+        self._forget_calls()
+
+    @property
+    def by_graphs(self) -> bool:
+        """Whether graphs launch layers now."""
+        return bool(self.layers)
+
+    def decide(self, question: LaunchQuestion) -> None:
+        """Decide how the next call is launched; a change is one line in the log."""
+        if self._timer.num_drifts != self._num_drifts:
+            self._num_drifts, self._is_judged = self._timer.num_drifts, False
+            self._forget_calls()
+        before, self._plan = self._plan, question.plan
+        if before not in (None, self._plan):
+            # Calls by Python that graphs are compared with were under the plan that was best for these.
+            self._ms[self.by_graphs].clear()
+        self._judge()
+        if not self._is_judged and self._has_news():
+            self._predict(question)
+
+    def note(self, call_ms: float, *, replayed: bool) -> None:
+        """Note how long a call took. `replayed`: graphs have launched some of it."""
+        self._idle_calls = 0 if replayed else self._idle_calls + 1
+        if replayed == self.by_graphs:
+            self._ms[replayed].append(call_ms)
+
+    def follow(self, question: LaunchQuestion) -> None:
+        """Let graphs launch what they can, as the user has configured."""
+        self._plan = question.plan
+        if not self._has_news():
+            return
+        layers = question.layers()
+        # Where memory is short, layers run without, and plans should not promise it.
+        has_room = self.by_graphs or not (question.missing_bytes(layers) or 0)
+        self.decision, self.layers = LaunchDecision(True, "configured"), layers if has_room else frozenset()
+
+    def refuse(self, reason: str) -> None:
+        """Launch by Python from now on, until layers take other times."""
+        self._is_judged = True
+        self._set(LaunchDecision(False, reason), frozenset())
+
+    def _has_news(self) -> bool:
+        """Whether plan or times have changed since this was asked last; not until the first calls are measured."""
+        asked = self._plan, self._timer.num_drifts, self._timer.estimator.samples
+        if self._timer.is_young() or asked == self._asked:
+            return False
+        self._asked = asked
+        return True
+
+    def _forget_calls(self) -> None:
+        self._ms = {by_graphs: deque(maxlen=_WINDOW) for by_graphs in (False, True)}
+        self._idle_calls = 0
+
+    def _judge(self) -> None:
+        """Go back to Python if calls by graphs were no faster, or if there were none."""
+        if not self.by_graphs or self._is_judged:
+            return
+        eager, by_graphs = self._ms[False], self._ms[True]
+        if self._idle_calls >= _PATIENCE:
+            self.refuse(f"graphs launched nothing in {_PATIENCE} calls")
+        elif eager and len(by_graphs) >= _TRIAL:
+            before, now = median(eager), median(by_graphs)
+            took = f"calls took {now:.0f} ms by graphs and {before:.0f} ms without"
+            if now > (1 - _GAIN) * before:
+                self.refuse(took)
+            else:
+                self._is_judged = True
+                self._set(LaunchDecision(True, took), self.layers)
+
+    def _predict(self, question: LaunchQuestion) -> None:
+        layers = question.layers()
+        times = launch_times(question.tasks, self._timer, layers)
+        if times is None:
+            return
+        reason = self._against(times, question, layers)
+        decision = LaunchDecision(reason is None, reason or str(times))
+        self._set(decision, frozenset() if reason else layers)
+
+    def _against(self, times: LaunchTimes, question: LaunchQuestion, layers: frozenset[int]) -> str | None:
+        if not times.bounds(_STAYS if self.by_graphs else _BOUND):
+            return str(times)
+        if question.replays_none:
+            return f"no task has {LEAST_REPLAYED} microbatches, of which graphs launch the inner ones"
+        if times.replayed < _LEAST_PART:
+            return f"graphs would take over {times.replayed:.0%} of launching"
+        # Graphs that are there have their memory.
+        missing = 0 if self.by_graphs else question.missing_bytes(layers)
+        if missing is None:
+            return "device memory is not measured yet"
+        return f"graphs lack {missing / 1e9:.1f} GB of device memory" if missing > 0 else None
+
+    def _set(self, decision: LaunchDecision, layers: frozenset[int]) -> None:
+        before, self.decision, self.layers = self.decision, decision, layers
+        if before is None or before.by_graphs != decision.by_graphs:
+            _LOG.info("%s: launch %s", self._timer.what, decision)

@@ -1,0 +1,234 @@
+"""`launch="auto"`: graphs where launching bounds calls, there is memory, and calls are faster; else as without."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
+from rp_engine.planning.launching import choice as choices
+from rp_engine.planning.launching import launching
+from rp_engine.planning.launching.choice import LaunchChoice, LaunchQuestion, LaunchTimes, launch_times
+from rp_sched import Task
+from rp_telemetry.layer_times import YOUNG_CALLS, ModelTimer
+from test_graphs import LAYERS, MICROBATCHES, LayerGraphs, Residual, assert_same, row, summed_loss, trained
+
+ALL = frozenset(range(4))
+
+
+def timer(launch_ms: float, compute_ms: float, layers: int = 4) -> ModelTimer:
+    """One whose calls were measured: forward and backward of a layer together take these times."""
+    found = ModelTimer("model 'm', fused calls", layers)
+    for _ in range(YOUNG_CALLS + 1):
+        for layer in range(layers):
+            found.estimator.add(
+                layer,
+                forward_ms=compute_ms / 3,
+                backward_ms=compute_ms * 2 / 3,
+                forward_launch_ms=launch_ms / 2,
+                backward_launch_ms=launch_ms / 2,
+            )
+    return found
+
+
+def fused(*microbatches: int) -> list[Task]:
+    """A task of all layers on each device."""
+    edges = [sum(microbatches[:at]) for at in range(len(microbatches) + 1)]
+    spans = pairwise(edges)
+    return [Task("FB", range(4), range(*span), device) for device, span in enumerate(spans)]
+
+
+@dataclass
+class Asking:
+    """A kind of call whose launching is chosen."""
+
+    timer: ModelTimer
+    tasks: Sequence[Task] = field(default_factory=lambda: fused(8))
+    layers: frozenset[int] = ALL
+    missing: int | None = 0
+
+    def __post_init__(self) -> None:
+        self.choice = LaunchChoice(self.timer)
+
+    def by_graphs(self) -> bool:
+        self.choice.decide(LaunchQuestion(self.tasks, lambda: self.layers, lambda _: self.missing))
+        return self.choice.by_graphs
+
+    def reason(self) -> str:
+        assert self.choice.decision is not None
+        return self.choice.decision.reason
+
+    def calls(self, *times_ms: float, replayed: bool = True) -> None:
+        for ms in times_ms:
+            self.choice.note(ms, replayed=replayed)
+
+
+@pytest.mark.parametrize(("launch_ms", "by_graphs"), [(5.0, True), (4.1, True), (3.9, False), (1.0, False)])
+def test_graphs_launch_where_launching_bounds(launch_ms: float, by_graphs: bool) -> None:
+    assert Asking(timer(launch_ms, 5.0)).by_graphs() is by_graphs
+
+
+def test_threads_that_share_the_gil_bound_each_other() -> None:
+    # A thread takes 2 ms where its device takes 5, and holds the GIL for half of that.
+    own = timer(2.0, 5.0)
+    own.launch_gil_share = 0.5
+
+    found = [launch_times(fused(*[8] * devices), own, ALL) for devices in (1, 4)]
+
+    assert [one.launching_ms for one in found if one] == pytest.approx([64, 128])
+    assert [one.computing_ms for one in found if one] == pytest.approx([160, 160])
+    # Six microbatches of eight, three layers of four.
+    assert [one.replayed for one in found if one] == pytest.approx([9 / 16] * 2)
+    assert Asking(own, fused(8, 8, 8, 8)).by_graphs()
+    assert not Asking(own, fused(8)).by_graphs()
+
+
+def test_two_microbatches_are_first_and_last_ones() -> None:
+    asking = Asking(timer(5.0, 5.0), fused(2, 2))
+
+    assert not asking.by_graphs()
+    assert "no task has 3 microbatches" in asking.reason()
+
+
+def test_graphs_of_few_layers_are_not_worth_it() -> None:
+    assert not Asking(timer(5.0, 5.0), layers=frozenset({1})).by_graphs()
+    # The loss function reads what the last one returns.
+    assert not Asking(timer(5.0, 5.0), layers=frozenset({3})).by_graphs()
+
+
+def test_graphs_leave_the_memory_that_plans_take() -> None:
+    asking = Asking(timer(5.0, 5.0), missing=3_000_000_000)
+    assert not asking.by_graphs()
+    assert asking.reason() == "graphs lack 3.0 GB of device memory"
+
+
+def test_nothing_is_chosen_before_times_and_memory_are_known() -> None:
+    asking = Asking(ModelTimer("calls", 4), missing=None)
+    assert not asking.by_graphs()
+    assert asking.choice.decision is None
+    asking.timer.estimator = timer(5.0, 5.0).estimator
+    assert not asking.by_graphs()
+    asking.missing = 0
+    for layer in range(4):
+        asking.timer.estimator.add(layer, forward_ms=5.0 / 3)
+    assert asking.by_graphs()
+
+
+def test_graphs_stay_if_calls_are_faster(caplog: pytest.LogCaptureFixture) -> None:
+    asking = Asking(timer(5.0, 5.0))
+    with caplog.at_level(logging.INFO, "rp_engine"):
+        asking.calls(100.0, 101.0, replayed=False)
+        assert asking.by_graphs()
+        # Another plan pays now, but calls are compared with those of the best one without.
+        asking.tasks = fused(4, 4)
+        asking.by_graphs()
+        asking.calls(50.0, 51.0, 52.0, 300.0, 50.0)
+        assert asking.by_graphs()
+
+    assert asking.reason() == "calls took 51 ms by graphs and 100 ms without"
+    assert [record.getMessage() for record in caplog.records] == [
+        "model 'm', fused calls: launch graphs, since launching takes 160 ms of a call, its devices 160 ms"
+    ]
+
+
+def test_graphs_go_if_calls_are_no_faster_and_are_not_tried_again_for_the_same_layers() -> None:
+    asking = Asking(timer(5.0, 5.0))
+    asking.calls(100.0, replayed=False)
+    assert asking.by_graphs()
+    asking.calls(*[99.5] * 5)
+
+    assert not asking.by_graphs()
+    assert asking.reason() == "calls took 100 ms by graphs and 100 ms without"
+    asking.tasks = fused(16)
+    assert not asking.by_graphs()
+    asking.timer.num_drifts += 1
+    assert asking.by_graphs()
+
+
+def test_graphs_go_if_none_is_launched() -> None:
+    asking = Asking(timer(5.0, 5.0))
+    assert asking.by_graphs()
+    asking.calls(*[100.0] * 32, replayed=False)
+
+    assert not asking.by_graphs()
+    assert asking.reason() == "graphs launched nothing in 32 calls"
+
+
+def test_graphs_stay_while_launching_is_somewhat_less_than_a_bound() -> None:
+    asking = Asking(timer(5.0, 5.0))
+    assert asking.by_graphs()
+    asking.timer.estimator = timer(3.5, 5.0).estimator
+    asking.timer.num_drifts += 1
+    assert asking.by_graphs()
+    asking.timer.estimator = timer(2.5, 5.0).estimator
+    asking.timer.num_drifts += 1
+    assert not asking.by_graphs()
+
+
+# In the engine
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU devices choose, as if launching bound them."""
+    monkeypatch.setattr("rp_telemetry.layer_times._DRIFT", float("inf"))
+    monkeypatch.setattr(launching, "may_choose", lambda _: True)
+    monkeypatch.setattr(choices, "launch_times", lambda *given: LaunchTimes(9.0, 10.0, 0.8 if given[2] else 0.0))
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[range]:
+    found: list[range] = []
+    plain = LayerGraphs.replay
+
+    def replay(self: LayerGraphs, *args: Any) -> Any:
+        found.append(self.layers)
+        return plain(self, *args)
+
+    monkeypatch.setattr(LayerGraphs, "replay", replay)
+    return found
+
+
+@pytest.mark.usefixtures("bound")
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_calls_have_the_bits_of_eager_ones_whatever_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, replays: list[range], is_faster: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choices, "_GAIN", -1e9 if is_faster else 1.0)
+    models: list[RoundPipe] = []
+    steps = 34
+    with Runtime("cpu:1") as runtime, caplog.at_level(logging.INFO, "rp_engine"):
+        expected = trained(runtime, row(), "eager", steps=steps)
+        found = trained(runtime, row(), "auto", steps=steps, beside=lambda _, model: models.append(model))
+        (fused_calls,) = [one for one in models[0].call_times() if "fused" in one.what]
+        assert_same(found, expected)
+        stores = [twins.graphs for twins in models[0].engine._runs._twins]
+
+    assert {layer for span in replays for layer in span} >= set(range(LAYERS - 1))
+    assert fused_calls.launch is not None
+    assert fused_calls.launch.by_graphs is is_faster
+    told = [text for text in caplog.messages if "launch " in text and "fused" in text]
+    assert len(told) == (1 if is_faster else 2)
+    # What they took is given back.
+    assert all(bool(store.fixed) is is_faster for store in stores)
+
+
+def test_cpu_devices_are_launched_by_python_unless_told_otherwise(
+    runtime: Runtime, replays: list[range], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = RoundPipeRunConfig(num_microbatch=MICROBATCHES)
+    with caplog.at_level(logging.INFO, "rp_engine"):
+        model = RoundPipe(row(Residual()), runtime=runtime, model_run_config=config)
+        for _ in range(14):
+            x, label = torch.ones(MICROBATCHES, 8), torch.zeros(MICROBATCHES, dtype=torch.long)
+            model.forward_backward((x,), label=label, loss_fn=summed_loss)
+        model.synchronize()
+
+    assert not replays
+    assert not [text for text in caplog.messages if "launch" in text]
+    assert all(one.launch is None for one in model.call_times())
