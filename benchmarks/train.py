@@ -115,7 +115,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--master", default="whole", help="or split, or disk:DIR; roundpipe only")
     parser.add_argument("--optimizer-state", default="fp32", help="or bf16, 8bit, 8bit disk:DIR; roundpipe only")
     parser.add_argument("--step-in-backward", action="store_true", help="no step after it; roundpipe only")
-    parser.add_argument("--launch", choices=["eager", "graphs"], default="eager", help="roundpipe only")
+    parser.add_argument("--launch", choices=["auto", "eager", "graphs"], default="auto", help="roundpipe only")
     parser.add_argument("--compute", choices=["bf16", "fp8"], default="bf16", help="roundpipe only")
     parser.add_argument("--profile", default=None, metavar="FILE", help="trace of two more steps; roundpipe only")
     parser.add_argument("--cap-gb", type=float, default=None, help="device memory, in 10^9 bytes")

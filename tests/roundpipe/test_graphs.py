@@ -251,16 +251,15 @@ def test_what_python_decides_anew_is_found_before_a_graph_is_used(runtime: Runti
 
 
 def test_what_python_decides_anew_later_is_told(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rp_engine.execution.stage.graphs.TRIED_EACH", 4)
     monkeypatch.setattr(Scaled, "scales", [1.0])
 
     def change(step: int) -> None:
         # When each device has graphs.
-        Scaled.scales[0] = 1.0 if step < 40 else 2.0
+        Scaled.scales[0] = 1.0 if step < 20 else 2.0
 
     layers = row(*(Scaled() for _ in range(LAYERS - 1)))
     with pytest.raises(ImpureLayer, match="a replay of layers 0 to 4 gives something else"):
-        trained(runtime, layers, "graphs", PLANS["all fused"], before=change, steps=80)
+        trained(runtime, layers, "graphs", PLANS["all fused"], before=change, steps=60)
 
 
 def test_graphs_that_are_not_used_for_a_while_are_freed(

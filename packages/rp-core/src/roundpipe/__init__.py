@@ -15,6 +15,7 @@ from rp_checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointM
 from rp_engine import (
     CallTime,
     GradScaler,
+    LaunchDecision,
     MemoryReport,
     ModelExecutePlan,
     RoundPipePackedData,
@@ -86,6 +87,7 @@ __all__ = [
     "HostMemoryWarning",
     "ImpureLayer",
     "KernelWarning",
+    "LaunchDecision",
     "LoadedCheckpoint",
     "MachineFailed",
     "MemoryForecast",

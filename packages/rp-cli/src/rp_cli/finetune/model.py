@@ -191,7 +191,7 @@ def wrapped(
         "runtime": runtime,
         "compile_layers": options.compile,
         "compute": Fp8(uploads="bf16") if options.compute == "fp8-cast" else options.compute,
-        "model_run_config": RoundPipeRunConfig(num_microbatch=num_microbatch),
+        "model_run_config": RoundPipeRunConfig(num_microbatch=num_microbatch, launch=cast(Any, options.launch)),
     }
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
         # PEFT and transformers warn each other about calls that later versions change.

@@ -303,6 +303,13 @@ class FineTuning(AdapterOptions):
         one_of(("bf16", "fp8", "fp8-cast", "auto")),
         "bf16",
     )
+    launch: str = _tuning(
+        "what tells GPUs to compute: eager, Python; graphs, CUDA graphs where layers can be captured; auto, these "
+        "where calls are measured to gain",
+        one_of(("auto", "graphs", "eager")),
+        "auto",
+        is_free=True,
+    )
     quiet: bool = _tuning("print nothing but warnings and errors", FLAG, False, is_free=True)
     resume: bool = _tuning(
         "go on from the newest whole checkpoint in --output",

@@ -203,7 +203,10 @@ def _train(
         return InFolder(folder, partial(save_model, model, saved_beside, identity), options=facts)
 
     def told() -> str:
-        return str(model.compute_decision or "")
+        launch = model.launch_decision
+        return "\n".join(
+            filter(None, [str(model.compute_decision or ""), "" if launch is None else f"launch: {launch}"])
+        )
 
     def reports(done: int) -> Iterator[Report]:
         if options.output is not None:

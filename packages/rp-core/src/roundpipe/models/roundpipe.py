@@ -32,6 +32,7 @@ from rp_engine import (
     Arrivals,
     CallTime,
     Engine,
+    LaunchDecision,
     LossFn,
     RoundPipeRunConfig,
     Runtime,
@@ -389,6 +390,17 @@ class RoundPipe(RoundPipeBase):
         None until the first call that trains has decided it, and in models that were never told ``"auto"``.
         """
         return self._engine.auto_compute.decision
+
+    @property
+    def launch_decision(self) -> LaunchDecision | None:
+        """Whether graphs launch the last training call's kind with ``launch="auto"``, and why, in words.
+
+        >>> with Runtime("cpu:1") as runtime:
+        ...     RoundPipe(nn.Linear(4, 4), runtime=runtime).launch_decision
+
+        None until the first nine calls are measured, and on CPU devices, which have no choice.
+        """
+        return self._engine.launch_decision
 
     @property
     def num_microbatch(self) -> int | None:

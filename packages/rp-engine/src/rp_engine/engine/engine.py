@@ -11,7 +11,7 @@ import rp_batch
 import torch
 from rp_sched import LayerCost, Mode, Plan
 from rp_state.model_state import HostOptions
-from rp_telemetry.call_time import CallTime
+from rp_telemetry.call_time import CallTime, LaunchDecision
 from rp_telemetry.tracing import in_call
 from torch import nn
 
@@ -115,6 +115,11 @@ class Engine:
     def call_times(self) -> list[CallTime]:
         """Return what plans promise that calls take, and what calls took."""
         return self.planner.log.times()
+
+    @property
+    def launch_decision(self) -> LaunchDecision | None:
+        """How the last training call was launched, and why; None where there is no choice, or not yet."""
+        return self.planner.launching.of_training
 
     def plans(self) -> dict[tuple[Mode, int], Plan]:
         """Return the latest plan of each kind of call and number of microbatches."""

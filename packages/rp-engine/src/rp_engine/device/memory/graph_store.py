@@ -46,7 +46,7 @@ class Entry:
     """What became of some layers with inputs of one signature, in calls of one mode.
 
     `modules`: the layers' copies. `graphs`: their graphs, if they were captured; `is_tried`: and may be used,
-    as call `tried_at` has shown.
+    as call `tried_at` has shown, and `num_trials` before it.
     `reason`: why they run without, in words; `is_short`: memory is. `num_seen`: in how many calls they came since
     they last lost their graphs; `num_awaited`: so many are awaited before they are captured. `last_call`: the last
     one's number among calls of this mode.
@@ -57,6 +57,7 @@ class Entry:
     graphs: Any = None
     is_tried: bool = False
     tried_at: int = 0
+    num_trials: int = 0
     reason: str | None = None
     is_short: bool = False
     num_seen: int = 0
@@ -68,6 +69,7 @@ class Entry:
         if self.graphs is not None:
             self.graphs.close()
             self.graphs, self.is_tried = None, False
+            self.num_trials = 0
             self.num_seen, self.num_awaited = 0, 2 * self.num_awaited
 
 

@@ -34,8 +34,9 @@ from rp_engine.execution.stage.task_context import TaskContext
 _LOG = logging.getLogger(__name__)
 # The greatest difference, as a part of the norm, between a replay and a run by Python that roundings explain.
 _ROUNDINGS, _LEAST, _MOST = 16, 1e-3, 0.25
-# Graphs are tried again in one of so many calls of a mode on a device.
-TRIED_EACH = 64
+# Graphs are tried again after so many calls of a mode on a device, each time after twice as many, up to the second
+# number: what changes at all usually does so soon.
+_TRIED_AGAIN, TRIED_EACH = 4, 64
 _REPLAY = "in a replay of {0} and layers after it, microbatch {1}"
 _CHANGED = (
     "a replay of {} gives something else than a run by Python: {}. Something that is no input of theirs has "
@@ -238,10 +239,12 @@ class TaskGraphs:
                 entry.graphs = self._captured(layers, place, leaves, treedef)
                 entry.is_tried = False
             elif entry.graphs is not None and (
-                not entry.is_tried or self._call_number >= entry.tried_at + TRIED_EACH
+                not entry.is_tried
+                or self._call_number >= entry.tried_at + min(_TRIED_AGAIN << entry.num_trials, TRIED_EACH)
             ):
                 self._call.graph_work.is_prepared = True
                 self._try(entry.graphs, microbatch, leaves, treedef, recomputes=recomputes)
+                entry.num_trials += entry.is_tried
                 entry.is_tried, entry.tried_at = True, self._call_number
         except NotCapturable as error:
             if entry.is_tried:

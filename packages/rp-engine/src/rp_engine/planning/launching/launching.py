@@ -34,6 +34,8 @@ class Launching:
     ) -> None:
         self.by_graphs = self.frees_graphs = False
         self._had_graphs = False
+        # The kind of the last training call.
+        self._trained: tuple[Mode, int] | None = None
         self._may_choose = may_choose(backend)
         self._graphable = graphable
         self._missing_bytes = missing_bytes
@@ -43,6 +45,8 @@ class Launching:
         self, config: RoundPipeRunConfig, mode: Mode, size: CallSize, tasks: Sequence[Task], timer: ModelTimer
     ) -> None:
         """Decide how a call is launched; plans count with it from the next one on."""
+        if mode != "infer":
+            self._trained = mode, size.microbatches
         launch = config.launch or "auto"
         self.by_graphs = launch == "graphs"
         if launch == "eager" or config.recompute_grain == "layer" or not self._may_choose:
@@ -73,6 +77,11 @@ class Launching:
         """Return how calls of this kind are launched, and why; None where there is no choice, or not yet."""
         choice = self._choices.get((mode, microbatches))
         return None if choice is None else choice.decision
+
+    @property
+    def of_training(self) -> LaunchDecision | None:
+        """How the last training call was launched, and why; None where there is no choice, or not yet."""
+        return None if self._trained is None else self.decision(*self._trained)
 
     def note(self, mode: Mode, size: CallSize, call_ms: float, *, replayed: bool) -> None:
         """Note how long a call took. `replayed`: graphs have launched some of it."""
