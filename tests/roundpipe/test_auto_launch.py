@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
-from rp_engine.planning.launching import choice as choices
-from rp_engine.planning.launching import launching
-from rp_engine.planning.launching.choice import LaunchChoice, LaunchQuestion, LaunchTimes, launch_times
-from rp_sched import Task
+from rp_engine.planning import planner
+from rp_sched import Launching, Task
+from rp_sched.replanning import launch_choice as choices
+from rp_sched.replanning.launch_choice import LaunchChoice, LaunchQuestion, LaunchTimes, launch_times
 from rp_telemetry.layer_times import YOUNG_CALLS, ModelTimer
 from test_graphs import LAYERS, MICROBATCHES, LayerGraphs, Residual, assert_same, row, summed_loss, trained
 
@@ -121,7 +121,7 @@ def test_nothing_is_chosen_before_times_and_memory_are_known() -> None:
 
 def test_graphs_stay_if_calls_are_faster(caplog: pytest.LogCaptureFixture) -> None:
     asking = Asking(timer(5.0, 5.0))
-    with caplog.at_level(logging.INFO, "rp_engine"):
+    with caplog.at_level(logging.INFO, "rp_sched"):
         asking.calls(100.0, 101.0, replayed=False)
         assert asking.by_graphs()
         # Another plan pays now, but calls are compared with those of the best one without.
@@ -177,7 +177,8 @@ def test_graphs_stay_while_launching_is_somewhat_less_than_a_bound() -> None:
 def bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU devices choose, as if launching bound them."""
     monkeypatch.setattr("rp_telemetry.layer_times._DRIFT", float("inf"))
-    monkeypatch.setattr(launching, "may_choose", lambda _: True)
+    choosing = lambda *asks, may_choose: Launching(*asks, may_choose=not may_choose)  # noqa: E731
+    monkeypatch.setattr(planner, "Launching", choosing)
     monkeypatch.setattr(choices, "launch_times", lambda *given: LaunchTimes(9.0, 10.0, 0.8 if given[2] else 0.0))
 
 
@@ -202,7 +203,7 @@ def test_calls_have_the_bits_of_eager_ones_whatever_is_chosen(
     monkeypatch.setattr(choices, "_GAIN", -1e9 if is_faster else 1.0)
     models: list[RoundPipe] = []
     steps = 34
-    with Runtime("cpu:1") as runtime, caplog.at_level(logging.INFO, "rp_engine"):
+    with Runtime("cpu:1") as runtime, caplog.at_level(logging.INFO, "rp_sched"):
         expected = trained(runtime, row(), "eager", steps=steps)
         found = trained(runtime, row(), "auto", steps=steps, beside=lambda _, model: models.append(model))
         (fused_calls,) = [one for one in models[0].call_times() if "fused" in one.what]
@@ -222,7 +223,7 @@ def test_cpu_devices_are_launched_by_python_unless_told_otherwise(
     runtime: Runtime, replays: list[range], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = RoundPipeRunConfig(num_microbatch=MICROBATCHES)
-    with caplog.at_level(logging.INFO, "rp_engine"):
+    with caplog.at_level(logging.INFO, "rp_sched"):
         model = RoundPipe(row(Residual()), runtime=runtime, model_run_config=config)
         for _ in range(14):
             x, label = torch.ones(MICROBATCHES, 8), torch.zeros(MICROBATCHES, dtype=torch.long)

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
-from rp_engine.planning.microbatches import counts_of, fastest
 from rp_engine.planning.pricing import Pricing
-from rp_sched import LayerCost, Limits
+from rp_sched import LayerCost, Limits, counts_of, fastest_count
 from torch import Tensor, nn
 
 AUTO = RoundPipeRunConfig(num_microbatch="auto")
@@ -57,14 +56,14 @@ def test_the_least_number_that_is_about_the_fastest_is_chosen() -> None:
         cost = LayerCost(64 / count, kept_bytes=6400 // count, forward_launch_ms=1, backward_launch_ms=1)
         return [cost] * 3, Limits(device_memory_bytes=9000)
 
-    found = fastest(counts_of(64), problem, devices=1, mode="fused")
+    found = fastest_count(counts_of(64), problem, devices=1, mode="fused")
     assert found is not None
     assert found[0] == 4
 
 
 def test_no_number_is_chosen_if_nothing_fits() -> None:
     problem = ([LayerCost(1.0, weight_bytes=10)], Limits(device_memory_bytes=8))
-    assert fastest([1, 2], lambda _: problem, devices=1, mode="fused") is None
+    assert fastest_count([1, 2], lambda _: problem, devices=1, mode="fused") is None
 
 
 def test_it_is_chosen_once_kept_and_logged(make: Make, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,10 +15,10 @@ from plain import assert_near, batch, mlp, square_error, train_call, twin, weigh
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from rp_engine.device.memory.call_size import CallSize
 from rp_engine.planning.adaptive import PlanInUse
-from rp_engine.planning.pricing import Machinery, host_of, priced
+from rp_engine.planning.pricing import host_of
 from rp_sched import Device, Host, LayerCost, Limits, Plan, PricedPlan, Switch
 from rp_telemetry.layer_times import SELDOM, YOUNG_CALLS, LayerTimes, ModelTimer
-from rp_telemetry.measurements import Rates
+from rp_telemetry.measurements import Machinery, Rates, priced
 from torch import nn
 
 patient = settings(deadline=None)

@@ -10,8 +10,14 @@ from rp_engine.engine.memory.activation_memory import held_at_once
 from rp_engine.engine.memory.forecast import MemoryForecast
 from rp_engine.engine.memory.host_bytes import HostBytes, needed_by
 from rp_engine.engine.memory.memory_check import SECOND_BLOCKS_SHARE, HostMemoryCheck
-from rp_engine.planning.microbatches import counts_of, fastest
-from rp_engine.planning.pricing import FORWARD_PART, LAUNCH_MS, USABLE, gradient_itemsize, in_place
+from rp_engine.planning.pricing import (
+    FORWARD_PART,
+    LAUNCH_MS,
+    REPLAY_LAUNCH_MS,
+    USABLE,
+    gradient_itemsize,
+    in_place,
+)
 from rp_engine.planning.probe import probe
 from rp_engine.runtime.host_limit import current_limit, parse_bytes
 from rp_engine.runtime.runtime import num_cores
@@ -22,6 +28,7 @@ Foresight = HostMemoryCheck
 __all__ = [
     "FORWARD_PART",
     "LAUNCH_MS",
+    "REPLAY_LAUNCH_MS",
     "SECOND_BLOCKS_SHARE",
     "USABLE",
     "HostBytes",
@@ -32,10 +39,8 @@ __all__ = [
     "Shards",
     "Undivided",
     "coded_indices",
-    "counts_of",
     "current_limit",
     "device_nbytes",
-    "fastest",
     "gradient_itemsize",
     "held_at_once",
     "in_place",

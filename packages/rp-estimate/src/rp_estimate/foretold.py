@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from rp_engine.estimates import MemoryForecast, counts_of, fastest, in_place
+from rp_engine.estimates import MemoryForecast, in_place
 from rp_sched import (
     Assigner,
     LayerCost,
@@ -18,6 +18,8 @@ from rp_sched import (
     Search,
     Task,
     Timeline,
+    counts_of,
+    fastest_count,
     simulate,
     simulated_ms,
 )
@@ -214,7 +216,7 @@ def _foretold(case: Case, *, settles: bool) -> Foretold:
 @lru_cache(_MOST_SEARCHES)
 def _fastest(problems: _Problems, devices: int) -> tuple[int, Search] | None:
     by_count = {own: (costs, limits) for own, costs, limits in problems}
-    return fastest(by_count, by_count.__getitem__, devices=devices, mode="fused", tolerance=_NEAR)
+    return fastest_count(by_count, by_count.__getitem__, devices=devices, mode="fused", tolerance=_NEAR)
 
 
 def could_fit(case: Case) -> bool:

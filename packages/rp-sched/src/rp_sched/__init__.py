@@ -3,6 +3,7 @@
 from rp_sched.errors import Infeasible, InvalidCost, InvalidOrder, InvalidPlan, InvalidTask, SchedError
 from rp_sched.planners.adaptive import Search
 from rp_sched.planners.balance import balance
+from rp_sched.planners.microbatches import counts_of, fastest_count, memory_splits
 from rp_sched.planners.multi_model import plan_together
 from rp_sched.planners.planner import Strategy, plan
 from rp_sched.planners.roundrobin import RoundRobin
@@ -13,6 +14,8 @@ from rp_sched.problem.plan import Plan
 from rp_sched.problem.task_kinds import Kind, TaskKind
 from rp_sched.problem.tasks import Task, check_order, order
 from rp_sched.replanning.estimator import Estimator
+from rp_sched.replanning.launch_choice import LaunchDecision
+from rp_sched.replanning.launching import Launch, Launching
 from rp_sched.replanning.replanner import Replanner
 from rp_sched.simulation.assignment import Assigner
 from rp_sched.simulation.makespan import PricedPlan
@@ -40,6 +43,9 @@ __all__ = [
     "InvalidPlan",
     "InvalidTask",
     "Kind",
+    "Launch",
+    "LaunchDecision",
+    "Launching",
     "LayerCost",
     "Limits",
     "Mode",
@@ -59,7 +65,10 @@ __all__ = [
     "Timeline",
     "balance",
     "check_order",
+    "counts_of",
+    "fastest_count",
     "host_bytes",
+    "memory_splits",
     "order",
     "plan",
     "plan_together",

@@ -6,26 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rp_sched import Plan, Resource
+from rp_sched import LaunchDecision, Plan, Resource
 
 from rp_telemetry.tables import table
 
 IdleBecause = Resource | Literal["nothing fits"]
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchDecision:
-    """How calls of one kind are launched, and why, in words.
-
-    >>> str(LaunchDecision(False, "launching takes 76 ms of a call, its devices 300 ms"))
-    'eager, since launching takes 76 ms of a call, its devices 300 ms'
-    """
-
-    by_graphs: bool
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{'graphs' if self.by_graphs else 'eager'}, since {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,14 @@
-"""The measured rates of a runtime's devices, links and host: from a probe at first, then from calls and steps."""
+"""The measured rates of a runtime's devices, links and host, by probes, calls and steps; plans' limits by them."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from rp_sched import Switch
+from rp_sched import Device, Host, Limits, Switch
 
 from rp_telemetry.transfer_times import Transfers
 
@@ -58,6 +58,92 @@ def near(one: float | None, other: float | None) -> bool:
     if one is None or other is None:
         return one is other
     return abs(one - other) <= _NEWS * max(one, other)
+
+
+@dataclass(frozen=True, slots=True)
+class Machinery:
+    """The properties of a runtime that plans depend on, apart from rates.
+
+    `memory_bytes`: each device's memory. `speeds`: of each device, if they differ. `host`: the bytes that a step
+    moves there and the layout of gradients there; None on CPU devices, which share the host's cores and memory.
+    """
+
+    memory_bytes: tuple[int, ...]
+    speeds: tuple[float, ...] | None = None
+    host: Host | None = None
+
+
+def priced(limits: Limits, rates: Rates, machinery: Machinery) -> Limits:
+    """Return `limits` for a machine with these rates; a rate that was not measured sets no limit.
+
+    >>> machinery = Machinery((80, 80), None, Host())
+    >>> found = priced(Limits(), Rates(up_gb_s=(50.0, 52.0), down_gb_s=(40.0, None)), machinery)
+    >>> found.upload_gb_s, found.download_gb_s, found.devices
+    (51.0, 40.0, ())
+    """
+    count = len(machinery.memory_bytes)
+    ups, downs = _filled(rates.up_gb_s, count), _filled(rates.down_gb_s, count)
+    on_host = machinery.host is None
+    linked = replace(limits, upload_gb_s=_common(ups), download_gb_s=_common(downs))
+    if on_host:
+        return linked
+    return replace(
+        linked,
+        devices=_devices(limits, ups, downs, machinery),
+        switches=rates.switches,
+        host=_host(machinery.host, rates, count),
+    )
+
+
+def _filled(rates: Sequence[float | None], count: int) -> list[float | None]:
+    """Replace missing rates: assume that a device that has moved nothing yet is like the others."""
+    common = _common(rates)
+    return [common if rate is None else rate for rate in rates] or [None] * count
+
+
+def _common(rates: Sequence[float | None]) -> float | None:
+    known = [rate for rate in rates if rate is not None]
+    return median(known) if known else None
+
+
+def _host(host: Host | None, rates: Rates, count: int) -> Host:
+    return replace(
+        host or Host(),
+        memory_gb_s=rates.memory_gb_s,
+        gil_ms_per_gb=rates.gil_ms_per_gb or 0.0,
+        add_gb_s=rates.add_gb_s,
+        # Each device's porter adds what it brings.
+        add_threads=count,
+        optimizer_gb_s=rates.optimizer_gb_s,
+    )
+
+
+def _devices(
+    limits: Limits, ups: Sequence[float | None], downs: Sequence[float | None], machinery: Machinery
+) -> tuple[Device, ...]:
+    """Return each device; () if they differ by no more than measurements do."""
+    least = min(machinery.memory_bytes)
+    columns = (ups, downs, machinery.memory_bytes)
+    if machinery.speeds is None and all(near(min(column), max(column)) for column in map(_numbers, columns)):
+        return ()
+    speeds = machinery.speeds or [1.0] * len(ups)
+    return tuple(
+        Device(
+            speed=speed,
+            memory_bytes=_part(limits.device_memory_bytes, total / least),
+            upload_gb_s=up,
+            download_gb_s=down,
+        )
+        for speed, total, up, down in zip(speeds, machinery.memory_bytes, ups, downs, strict=True)
+    )
+
+
+def _numbers(column: Sequence[float | None]) -> list[float]:
+    return [0.0 if number is None else number for number in column]
+
+
+def _part(nbytes: int | None, factor: float) -> int | None:
+    return None if nbytes is None else int(nbytes * factor)
 
 
 class Recent:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Literal
 
-from rp_sched import LayerCost, Limits, Mode, Plan, PricedPlan, Replanner, Resource, Search
+from rp_sched import LayerCost, Limits, Mode, Plan, PricedPlan, Replanner, Resource, Search, memory_splits
 from rp_telemetry.layer_times import ModelTimer
 
 from rp_engine.planning.plan_cache import NO_PLAN_CACHE, CachedPlan, NoPlanCache
@@ -15,8 +14,6 @@ from rp_engine.planning.plan_cache import NO_PLAN_CACHE, CachedPlan, NoPlanCache
 _LOG = logging.getLogger(__name__)
 # Samples before plans are searched with measured times, besides the dropped warm-up: one may be an outlier.
 _SAMPLES = 2
-# Shares of the device's memory to try for prefetched weights.
-_AHEAD = (0.5, 0.25, 0.125, 0.0625)
 
 
 class PlanInUse:
@@ -198,18 +195,3 @@ class PlanInUse:
         source = "an earlier process" if why == "earlier process" else f"measured {why}"
         was = f", was {before!r}" if self._has_run else ""
         _LOG.info("%s: replanned from %s: %r%s", self._timer.what, source, plan, was)
-
-
-def memory_splits(layers: Sequence[LayerCost], limits: Limits) -> Iterator[Limits]:
-    """Yield the limits to try: several splits of device memory between prefetched weights and activations.
-
-    If everything fits, `limits` alone. Otherwise large stages leave little room for activations, and small stages
-    are many, so the caller compares plans for several sizes.
-    """
-    room = limits.device_memory_bytes
-    wanted = sum(2 * layer.weight_bytes + layer.gradient_bytes + layer.kept_bytes for layer in layers)
-    if room is None or wanted <= room or limits.stage_bytes is not None:
-        yield limits
-    else:
-        for share in _AHEAD:
-            yield replace(limits, ahead_bytes=max(int(room * share), 1))

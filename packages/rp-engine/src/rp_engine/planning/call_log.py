@@ -11,9 +11,9 @@ from dataclasses import replace
 from statistics import median
 from typing import Protocol
 
-from rp_sched import LayerCost, Mode, Plan, PricedPlan, simulated_ms
+from rp_sched import LaunchDecision, LayerCost, Mode, Plan, PricedPlan, simulated_ms
 from rp_telemetry.call_span import CallSpan
-from rp_telemetry.call_time import CallTime, IdleBecause, LaunchDecision
+from rp_telemetry.call_time import CallTime, IdleBecause
 from rp_telemetry.layer_times import ModelTimer
 
 from rp_engine.planning.pricing import Pricing

@@ -12,7 +12,7 @@ from functools import partial
 
 import rp_sched
 from rp_packing import packed_weights
-from rp_sched import LayerCost, Limits, Mode, Plan, Task
+from rp_sched import Launching, LayerCost, Limits, Mode, Plan, Task, counts_of, fastest_count
 from rp_state.layers import LayerState
 from rp_state.model_state import ModelState
 from rp_telemetry.call_span import CallSpan
@@ -25,8 +25,6 @@ from rp_engine.device.memory.weight_cache import WeightCache
 from rp_engine.planning.adaptive import PlanInUse
 from rp_engine.planning.call_log import CallLog
 from rp_engine.planning.footprint import Footprint, resident_bytes
-from rp_engine.planning.launching.launching import Launching
-from rp_engine.planning.microbatches import counts_of, fastest
 from rp_engine.planning.plan_cache import NO_PLAN_CACHE, PlanCache
 from rp_engine.planning.pricing import FORWARD_PART, LAUNCH_MS, REPLAY_LAUNCH_MS, Pricing
 from rp_engine.planning.with_state import assign_layers, stateful_tasks
@@ -85,7 +83,9 @@ class Planner:
         """Drop all plans and measurements, since the layers have changed."""
         self._timers: dict[tuple[Mode, int], ModelTimer] = {}
         # How calls are launched: by Python, or by graphs.
-        self.launching = Launching(self._runtime.backend, self._graphable, self._missing_bytes)
+        # Not on CPU devices: launching is computing there, and what they record serves tests.
+        may_choose = self._runtime.backend.abilities.captures_graphs and not self._on_host
+        self.launching = Launching(self._graphable, self._missing_bytes, may_choose=may_choose)
         self._homes: tuple[tuple[int, ...], ...] = ()
         # Each with the footprint's version and number of shortages at its last update, and with the layers that
         # graphs launched. It is updated when the version has changed, and told whether memory has run out since.
@@ -112,7 +112,9 @@ class Planner:
         is_given = not config.is_planned and self._on_host and not self._sees_memory
         if not timer.watches_next() or (is_given and not timer.VERBOSE):
             return None
-        replayed = self.launching.layers_of_call(mode, size) if not timer.is_young() else frozenset[int]()
+        replayed = (
+            self.launching.layers_of_call(mode, size.microbatches) if not timer.is_young() else frozenset[int]()
+        )
         # A CPU device computes on the thread that launches, so launching cannot be measured separately.
         launches = None if self._on_host or replayed else Launches()
         times = LayerTimes(
@@ -194,7 +196,15 @@ class Planner:
         # Below the lowest trained layer nothing needs gradients.
         lowest = 0 if input_grads else self._state.first_trainable()
         kept = tuple(_from(lowest, task) for task in tasks if not task.recomputes or task.layers.stop > lowest)
-        self.launching.choose(config, mode, size, kept, self._timer(mode, size.microbatches))
+        self.launching.choose(
+            config.launch or "auto",
+            mode,
+            size.microbatches,
+            size.rows,
+            kept,
+            self._timer(mode, size.microbatches),
+            may_replay=config.recompute_grain != "layer",
+        )
         self._predict(mode, size, kept)
         return kept
 
@@ -218,7 +228,7 @@ class Planner:
         """Use what a call took that is over. `work`: what graphs did in it; `pool_bytes`: asks what they hold."""
         call_ms = self.log.note(mode, call, is_usual=not work.is_prepared)
         if call_ms is not None:
-            self.launching.note(mode, size, call_ms, replayed=work.is_replayed)
+            self.launching.note(mode, size.microbatches, call_ms, replayed=work.is_replayed)
         if work.is_prepared and self._sees_memory:
             self.footprint.note_pools(pool_bytes(), size.rows)
 
@@ -258,7 +268,7 @@ class Planner:
 
     def _predict(self, mode: Mode, size: CallSize, tasks: tuple[Task, ...]) -> None:
         if self.footprint.is_measured:
-            replayed = self.launching.layers_of_call(mode, size)
+            replayed = self.launching.layers_of_call(mode, size.microbatches)
             self.predicted_bytes = self._foreseen_bytes(size.rows, tasks, replayed)
             spare = self.pricing.usable_bytes - self.predicted_bytes
             self.spare_bytes = max(spare, 0) if self._knows_peak(mode, size, tasks) else 0
@@ -328,7 +338,9 @@ class Planner:
         """
         if mode not in self.chosen:
             counts = counts_of(batch_size)
-            best = fastest(counts, partial(self._real_problem, rows), devices=len(self._runtime.lanes), mode=mode)
+            best = fastest_count(
+                counts, partial(self._real_problem, rows), devices=len(self._runtime.lanes), mode=mode
+            )
             self.chosen[mode] = counts[-1] if best is None else best[0]
             _LOG.info(
                 "model %r: %d microbatches in each call of mode %s, chosen for a batch of %d",

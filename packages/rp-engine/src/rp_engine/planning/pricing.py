@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import replace
 
-from rp_sched import Device, Host, LayerCost, Limits, Plan, PricedPlan
+from rp_sched import Host, LayerCost, Limits, Plan, PricedPlan
 from rp_state.block import Block
 from rp_state.gradient import sum_dtype
 from rp_state.model_state import ModelState
 from rp_telemetry.layer_times import ModelTimer
-from rp_telemetry.measurements import Rates, near
+from rp_telemetry.measurements import Machinery, priced
 from rp_transfer import Group
 
 from rp_engine.planning.footprint import Footprint
@@ -164,19 +163,6 @@ class Pricing:
         return min(obtainable, *(use.total_bytes for use in self._runtime.memory()))
 
 
-@dataclass(frozen=True, slots=True)
-class Machinery:
-    """The properties of a runtime that plans depend on, apart from rates.
-
-    `memory_bytes`: each device's memory. `speeds`: of each device, if they differ. `host`: the bytes that a step
-    moves there and the layout of gradients there; None on CPU devices, which share the host's cores and memory.
-    """
-
-    memory_bytes: tuple[int, ...]
-    speeds: tuple[float, ...] | None = None
-    host: Host | None = None
-
-
 def host_of(state: ModelState) -> Host:
     """Return the layout of a model's gradients on the host, and the bytes that its step moves.
 
@@ -208,79 +194,6 @@ def gradient_itemsize(block: Group | Block, spans: Iterable[range]) -> int:
 def pairs_gradients(state: ModelState) -> bool:
     """Return whether two tasks' gradients stay two blocks, as they do in 16 bits."""
     return any(block.layout.dtype != sum_dtype(block.layout.dtype) for block in state.trainable)
-
-
-def priced(limits: Limits, rates: Rates, machinery: Machinery) -> Limits:
-    """Return `limits` for a machine with these rates; a rate that was not measured sets no limit.
-
-    >>> machinery = Machinery((80, 80), None, Host())
-    >>> found = priced(Limits(), Rates(up_gb_s=(50.0, 52.0), down_gb_s=(40.0, None)), machinery)
-    >>> found.upload_gb_s, found.download_gb_s, found.devices
-    (51.0, 40.0, ())
-    """
-    count = len(machinery.memory_bytes)
-    ups, downs = _filled(rates.up_gb_s, count), _filled(rates.down_gb_s, count)
-    on_host = machinery.host is None
-    linked = replace(limits, upload_gb_s=_common(ups), download_gb_s=_common(downs))
-    if on_host:
-        return linked
-    return replace(
-        linked,
-        devices=_devices(limits, ups, downs, machinery),
-        switches=rates.switches,
-        host=_host(machinery.host, rates, count),
-    )
-
-
-def _filled(rates: Sequence[float | None], count: int) -> list[float | None]:
-    """Replace missing rates: assume that a device that has moved nothing yet is like the others."""
-    common = _common(rates)
-    return [common if rate is None else rate for rate in rates] or [None] * count
-
-
-def _common(rates: Sequence[float | None]) -> float | None:
-    known = [rate for rate in rates if rate is not None]
-    return median(known) if known else None
-
-
-def _host(host: Host | None, rates: Rates, count: int) -> Host:
-    return replace(
-        host or Host(),
-        memory_gb_s=rates.memory_gb_s,
-        gil_ms_per_gb=rates.gil_ms_per_gb or 0.0,
-        add_gb_s=rates.add_gb_s,
-        # Each device's porter adds what it brings.
-        add_threads=count,
-        optimizer_gb_s=rates.optimizer_gb_s,
-    )
-
-
-def _devices(
-    limits: Limits, ups: Sequence[float | None], downs: Sequence[float | None], machinery: Machinery
-) -> tuple[Device, ...]:
-    """Return each device; () if they differ by no more than measurements do."""
-    least = min(machinery.memory_bytes)
-    columns = (ups, downs, machinery.memory_bytes)
-    if machinery.speeds is None and all(near(min(column), max(column)) for column in map(_numbers, columns)):
-        return ()
-    speeds = machinery.speeds or [1.0] * len(ups)
-    return tuple(
-        Device(
-            speed=speed,
-            memory_bytes=_part(limits.device_memory_bytes, total / least),
-            upload_gb_s=up,
-            download_gb_s=down,
-        )
-        for speed, total, up, down in zip(speeds, machinery.memory_bytes, ups, downs, strict=True)
-    )
-
-
-def _numbers(column: Sequence[float | None]) -> list[float]:
-    return [0.0 if number is None else number for number in column]
-
-
-def _part(nbytes: int | None, factor: float) -> int | None:
-    return None if nbytes is None else int(nbytes * factor)
 
 
 def in_place(host: Host) -> Host:

@@ -9,11 +9,11 @@ from typing import Any, Literal, get_args
 import rp_sched
 import torch
 from rp_packing import Fp8
+from rp_sched import Launch
 
 from rp_engine.settings.execute_plan import ModelExecutePlan
 
 Grain = Literal["stage", "layer"]
-Launch = Literal["auto", "graphs", "eager"]
 Compute = Literal["bf16", "fp8", "auto", "fp16-sums"]
 
 

@@ -1,12 +1,13 @@
 """Choose the number of microbatches whose plan is fastest."""
 
-from __future__ import annotations
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from collections.abc import Callable, Iterable, Sequence
-
-from rp_sched import Infeasible, LayerCost, Limits, Mode, Search
-
-from rp_engine.planning.adaptive import memory_splits
+from rp_sched.errors import Infeasible
+from rp_sched.planners.adaptive import Search
+from rp_sched.problem.costs import LayerCost
+from rp_sched.problem.limits import Limits
+from rp_sched.problem.modes import Mode
 
 Problem = tuple[Sequence[LayerCost], Limits]
 """The costs of layers for one microbatch, and the machine's limits."""
@@ -15,6 +16,8 @@ Problem = tuple[Sequence[LayerCost], Limits]
 _MOST = 512
 # A plan that is faster by less than this is not worth more microbatches.
 _EQUAL = 0.01
+# Shares of the device's memory to try for prefetched weights.
+_AHEAD = (0.5, 0.25, 0.125, 0.0625)
 # Plans that are tried for each number, and for each split of a device's memory.
 _QUICK_PLANS = 3
 
@@ -28,7 +31,7 @@ def counts_of(batch_size: int) -> list[int]:
     return [count for count in range(1, min(batch_size, _MOST) + 1) if batch_size % count == 0]
 
 
-def fastest(
+def fastest_count(
     counts: Iterable[int],
     problem_of: Callable[[int], Problem],
     *,
@@ -41,7 +44,7 @@ def fastest(
     >>> layer = LayerCost(1.0, kept_bytes=50)
     >>> def problem(count):
     ...     return [LayerCost(8.0 / count, kept_bytes=80 // count)] * 2, Limits(device_memory_bytes=100)
-    >>> fastest(counts_of(8), problem, devices=1, mode="fused")[0]
+    >>> fastest_count(counts_of(8), problem, devices=1, mode="fused")[0]
     2
 
     Args:
@@ -90,3 +93,18 @@ def searched(problem: Problem, *, devices: int, microbatches: int, mode: Mode, t
     if not searches:
         raise refused[-1]
     return min(searches, key=lambda search: search.best_ms)
+
+
+def memory_splits(layers: Sequence[LayerCost], limits: Limits) -> Iterator[Limits]:
+    """Yield the limits to try: several splits of device memory between prefetched weights and activations.
+
+    If everything fits, `limits` alone. Otherwise large stages leave little room for activations, and small stages
+    are many, so the caller compares plans for several sizes.
+    """
+    room = limits.device_memory_bytes
+    wanted = sum(2 * layer.weight_bytes + layer.gradient_bytes + layer.kept_bytes for layer in layers)
+    if room is None or wanted <= room or limits.stage_bytes is not None:
+        yield limits
+    else:
+        for share in _AHEAD:
+            yield replace(limits, ahead_bytes=max(int(room * share), 1))

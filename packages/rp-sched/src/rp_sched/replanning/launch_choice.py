@@ -1,16 +1,15 @@
 """What ``launch="auto"`` is in calls of one kind: launched by Python, or by graphs where these gain."""
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Protocol
 
-from rp_sched import LEAST_REPLAYED, Estimator, Task, replayed_part
-from rp_telemetry.call_time import LaunchDecision
-from rp_telemetry.layer_times import ModelTimer
+from rp_sched.problem.costs import LEAST_REPLAYED, replayed_part
+from rp_sched.problem.tasks import Task
+from rp_sched.replanning.estimator import Estimator
 
 _LOG = logging.getLogger(__name__)
 # Graphs are tried where launching takes at least this part of what devices take. Devices are timed while they are
@@ -26,6 +25,42 @@ _TRIAL, _GAIN = 5, 0.02
 _WINDOW = 8
 # They are given up after so many calls in which none was launched.
 _PATIENCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchDecision:
+    """How calls of one kind are launched, and why, in words.
+
+    >>> str(LaunchDecision(False, "launching takes 76 ms of a call, its devices 300 ms"))
+    'eager, since launching takes 76 ms of a call, its devices 300 ms'
+    """
+
+    by_graphs: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'graphs' if self.by_graphs else 'eager'}, since {self.reason}"
+
+
+class MeasuredCalls(Protocol):
+    """The measurements of calls of one kind.
+
+    `what`: the model and the kind. `num_drifts`: how often layers took other times than before.
+    `launch_gil_share`: the largest share of launching that can hold the GIL.
+    """
+
+    what: str
+    estimator: Estimator
+    num_drifts: int
+    launch_gil_share: float
+
+    def is_young(self) -> bool:
+        """Whether the first calls are still to be measured."""
+        ...
+
+    def launch_by_graphs(self, by_graphs: bool, /) -> None:
+        """Graphs launch layers from now on, or Python again."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +107,7 @@ class LaunchQuestion:
         return all(len(task.microbatches) < LEAST_REPLAYED for task in self.tasks)
 
 
-def launch_times(tasks: Sequence[Task], timer: ModelTimer, layers: Collection[int]) -> LaunchTimes | None:
+def launch_times(tasks: Sequence[Task], measured: MeasuredCalls, layers: Collection[int]) -> LaunchTimes | None:
     """Return what tasks take by measured times, if graphs launched `layers`; None without times of launching."""
     launching: dict[int, float] = {}
     computing: dict[int, float] = {}
@@ -80,7 +115,7 @@ def launch_times(tasks: Sequence[Task], timer: ModelTimer, layers: Collection[in
     for task in tasks:
         count, part = len(task.microbatches), replayed_part(task.kind, len(task.microbatches))
         for layer in task.layers:
-            launch_ms, compute_ms = _of_layer(task, layer, timer.estimator)
+            launch_ms, compute_ms = _of_layer(task, layer, measured.estimator)
             launching[task.device] = launching.get(task.device, 0.0) + count * launch_ms
             computing[task.device] = computing.get(task.device, 0.0) + count * compute_ms
             # The loss function reads what the last one returns: Python launches both.
@@ -90,7 +125,7 @@ def launch_times(tasks: Sequence[Task], timer: ModelTimer, layers: Collection[in
     if not all_ms:
         return None
     # Threads launch beside each other, but for the part that holds the GIL.
-    longest = max(*launching.values(), all_ms * timer.launch_gil_share)
+    longest = max(*launching.values(), all_ms * measured.launch_gil_share)
     return LaunchTimes(longest, max(computing.values()), replayed_ms / all_ms)
 
 
@@ -120,12 +155,12 @@ class LaunchChoice:
     Graphs are tried where launching bounds a call and there is memory for them. They stay if calls were faster.
     """
 
-    def __init__(self, timer: ModelTimer) -> None:
+    def __init__(self, measured: MeasuredCalls) -> None:
         self.decision: LaunchDecision | None = None
         self.layers: frozenset[int] = frozenset()
-        self._timer = timer
+        self._measured = measured
         self._asked: Hashable = None
-        self._num_drifts = timer.num_drifts
+        self._num_drifts = measured.num_drifts
         # Calls have shown whether graphs gain, for layers as they are.
         self._is_judged = False
         self._plan: Hashable = None
@@ -140,8 +175,8 @@ class LaunchChoice:
 
     def decide(self, question: LaunchQuestion) -> None:
         """Decide how the next call is launched; a change is one line in the log."""
-        if self._timer.num_drifts != self._num_drifts:
-            self._num_drifts, self._is_judged = self._timer.num_drifts, False
+        if self._measured.num_drifts != self._num_drifts:
+            self._num_drifts, self._is_judged = self._measured.num_drifts, False
             self._forget_calls()
         before, self._plan = self._plan, question.plan
         if before not in (None, self._plan):
@@ -174,8 +209,8 @@ class LaunchChoice:
 
     def _has_news(self) -> bool:
         """Whether plan or times have changed since this was asked last; not until the first calls are measured."""
-        asked = self._plan, self._timer.num_drifts, self._timer.estimator.samples
-        if self._timer.is_young() or asked == self._asked:
+        asked = self._plan, self._measured.num_drifts, self._measured.estimator.samples
+        if self._measured.is_young() or asked == self._asked:
             return False
         self._asked = asked
         return True
@@ -202,7 +237,7 @@ class LaunchChoice:
 
     def _predict(self, question: LaunchQuestion) -> None:
         layers = question.layers()
-        times = launch_times(question.tasks, self._timer, layers)
+        times = launch_times(question.tasks, self._measured, layers)
         if times is None:
             return
         reason = self._against(times, question, layers)
@@ -225,4 +260,4 @@ class LaunchChoice:
     def _set(self, decision: LaunchDecision, layers: frozenset[int]) -> None:
         before, self.decision, self.layers = self.decision, decision, layers
         if before is None or before.by_graphs != decision.by_graphs:
-            _LOG.info("%s: launch %s", self._timer.what, decision)
+            _LOG.info("%s: launch %s", self._measured.what, decision)

@@ -1,1 +1,0 @@
-"""Whether Python or graphs launch the calls of a model, chosen by what calls take."""
