@@ -6,10 +6,10 @@ loss, by its `own_loss`, a `token_mean` or a function of the caller's; `with_cac
 
 from rp_errors import count_as_inside
 
-from rp_calls.dividing.divider import PART, CallToSplit, SplitCall, TrialSplitter
 from rp_calls.dividing.fits import fit_any
 from rp_calls.dividing.outer_batch import outer_batch, outer_batch_size
 from rp_calls.dividing.splitter import CallSplitter
+from rp_calls.dividing.trial_splitter import PART, CallToSplit, SplitCall, TrialSplitter
 from rp_calls.loss_call import LossArguments, LossCall, evaluation_config, training_config
 from rp_calls.microbatching import declared_spec, has_parts
 from rp_calls.outputs import check_outputs, merged, placed

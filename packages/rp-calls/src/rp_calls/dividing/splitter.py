@@ -10,8 +10,8 @@ from rp_engine import Arrivals, Engine, RoundPipeRunConfig, Runtime
 from rp_sched import Mode
 from torch import nn
 
-from rp_calls.dividing.divider import ROW, CallToSplit, TrialSplitter
 from rp_calls.dividing.fits import fit_rows
+from rp_calls.dividing.trial_splitter import ROW, CallToSplit, TrialSplitter
 from rp_calls.microbatching import (
     declared_spec,
     has_parts,

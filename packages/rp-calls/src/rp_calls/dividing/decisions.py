@@ -1,4 +1,4 @@
-"""What was found out about how a part's calls are split, and when it is found out anew."""
+"""`SplitDecisions`: what was found out about how calls are split, by kind, and when it is found out anew."""
 
 from __future__ import annotations
 

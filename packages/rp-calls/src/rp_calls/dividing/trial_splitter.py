@@ -13,7 +13,7 @@ from rp_engine.wrapping import View
 from rp_sched import Mode
 from torch import nn
 
-from rp_calls.dividing.divisions import SplitDecision, SplitDecisions, refuse_shared
+from rp_calls.dividing.decisions import SplitDecision, SplitDecisions, refuse_shared
 from rp_calls.dividing.rows import rows_at_end
 from rp_calls.dividing.trial import Fit, FoundSplit, Trial
 from rp_calls.microbatching import in_one_piece, num_microbatches
