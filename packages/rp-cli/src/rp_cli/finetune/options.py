@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from rp_trainer.errors import Refused
 
-from rp_cli.options import shared
+from rp_cli.options import images, shared
 from rp_cli.options.adapters import AdapterOptions
 from rp_cli.options.declared import Default, Reading, option
 from rp_cli.options.kinds import (
@@ -32,7 +32,6 @@ from rp_cli.options.shared import MOST_STEPS, WITH_BETAS
 # The model where none is given: a configuration, so that weights are random, and a tokenizer of bytes.
 TINY = Path(__file__).parent / "tiny"
 _MINUTES = "min"
-_PIXELS = whole(1, 2**26)
 _DTYPE = one_of(
     ("float32", "bfloat16"),
     hints={"float16": "; float16 needs scaled losses, which this command does not have: use bfloat16"},
@@ -40,7 +39,6 @@ _DTYPE = one_of(
 _SEED = whole(0, 2**63 - 1, bounds="from 0 to 2**63 - 1")
 _REPORTS = several(one_of(("jsonl", "tensorboard", "wandb", "trackio", "mlflow"), "KIND"), apart_by=",")
 _NEEDS_OUTPUT = ("output", ", the folder to keep it in")
-_NEEDS_CACHE = ("image_cache", ", the folder that it bounds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,24 +271,10 @@ class FineTuning(AdapterOptions):
         "learn completions and what the assistant says, instead of everything", FLAG, False
     )
     skip_bad_rows: bool = _tuning("omit rows of the data that cannot be used, and tell which", FLAG, False)
-    min_pixels: int | None = _tuning(
-        "of an image: smaller ones are enlarged", _PIXELS, shown="the processor's own number"
-    )
-    max_pixels: int | None = _tuning(
-        "of an image: larger ones are made smaller", _PIXELS, shown="the processor's own number"
-    )
-    image_cache: Path | None = _tuning(
-        "a folder that keeps what the processor makes of images, for any number of runs",
-        path("FOLDER"),
-        shown="nothing is kept",
-    )
-    image_cache_gb: float = _tuning(
-        "gigabytes that it may take; what was not used for longest is removed",
-        positive("GB"),
-        "20",
-        needs=_NEEDS_CACHE,
-        is_free=True,
-    )
+    min_pixels: int | None = images.min_pixels(group="fine-tuning")
+    max_pixels: int | None = images.max_pixels(group="fine-tuning")
+    image_cache: Path | None = images.image_cache("any number of runs", group="fine-tuning")
+    image_cache_gb: float = images.image_cache_gb(group="fine-tuning", is_free=True)
     resize_embeddings: bool = _tuning(
         "enlarge the model's embeddings for tokens that were added to the tokenizer", FLAG, False
     )
@@ -396,23 +380,10 @@ class Preparation:
     sequence: int = option("tokens in a sequence", whole(2, shared.MOST_SEQUENCE), "2048")
     completions_only: bool = option("learn completions and what the assistant says only", FLAG, False)
     skip_bad_rows: bool = option("omit rows of the data that cannot be used, and tell which", FLAG, False)
-    min_pixels: int | None = option(
-        "of an image: smaller ones are enlarged", _PIXELS, shown="the processor's own number"
-    )
-    max_pixels: int | None = option(
-        "of an image: larger ones are made smaller", _PIXELS, shown="the processor's own number"
-    )
-    image_cache: Path | None = option(
-        "a folder that keeps what the processor makes of images, for --image-cache of `roundpipe train`",
-        path("FOLDER"),
-        shown="nothing is kept",
-    )
-    image_cache_gb: float = option(
-        "gigabytes that it may take; what was not used for longest is removed",
-        positive("GB"),
-        "20",
-        needs=_NEEDS_CACHE,
-    )
+    min_pixels: int | None = images.min_pixels()
+    max_pixels: int | None = images.max_pixels()
+    image_cache: Path | None = images.image_cache("--image-cache of `roundpipe train`")
+    image_cache_gb: float = images.image_cache_gb()
     overwrite: bool = option("replace the prepared data that is in --output", FLAG, False)
 
     def __post_init__(self) -> None:
