@@ -21,6 +21,7 @@ from typing import Any
 import roundpipe
 import torch
 from decoder import SIZES, batches, decoder
+from gpus import attend_by_cudnn, cap
 from loops import Workload, loss_of
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 
@@ -28,11 +29,8 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 def main() -> None:
     args = _arguments()
     cuda = args.devices.startswith("cuda")
-    if args.cap_gb and cuda:
-        total = torch.cuda.get_device_properties(args.devices).total_memory
-        torch.cuda.set_per_process_memory_fraction(args.cap_gb * 1e9 / total, torch.device(args.devices))
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    cap(args.cap_gb if cuda else None)
+    attend_by_cudnn()
     size = SIZES[args.model]
     with Runtime(args.devices, strict=False) as runtime:
         options = {"compile_layers": True} if args.compile else {}

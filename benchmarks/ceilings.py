@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from gpus import attend_by_cudnn
 from optim import link, make_arrays
 from rp_optim import AdamW, unlink
 from torch.nn import functional
@@ -62,8 +63,7 @@ def _host() -> dict[str, float]:
 def _arithmetic() -> dict[str, float]:
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     q, k, v = (torch.randn(8, heads, 2048, 128, device="cuda", dtype=torch.bfloat16) for heads in (16, 8, 8))
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    attend_by_cudnn()
 
     def attend() -> torch.Tensor:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

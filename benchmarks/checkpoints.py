@@ -25,6 +25,7 @@ import psutil
 import roundpipe
 import torch
 from decoder import SIZES, batches, decoder
+from gpus import attend_by_cudnn
 from loops import Workload, loss_of
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from torch import Tensor
@@ -34,8 +35,7 @@ _RATE_BYTES, _PIECE_BYTES = 8 << 30, 64 << 20
 
 def main() -> None:
     args = _arguments()
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    attend_by_cudnn()
     with Runtime(args.devices, strict=False) as runtime, tempfile.TemporaryDirectory(dir=args.folder) as folder:
         options = {"compile_layers": True} if args.compile else {}
         config = RoundPipeRunConfig(num_microbatch=args.microbatches)

@@ -26,6 +26,7 @@ import roundpipe
 import torch
 from decoder import SIZES, batches, decoder
 from gil import held, switches
+from gpus import attend_by_cudnn
 from loops import Workload, loss_of
 
 _TICK_MS = 10
@@ -131,8 +132,7 @@ def by_thread(calls: Callable[[int, str], None], count: int) -> list[dict[str, o
 
 def main() -> None:
     options = _arguments()
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    attend_by_cudnn()
     with roundpipe.Runtime(options.devices, strict=False) as runtime:
         calls = training(options, runtime)
         calls(options.warmup, "asynchronous")

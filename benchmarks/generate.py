@@ -34,6 +34,7 @@ from typing import Any
 import roundpipe
 import torch
 import transformers
+from gpus import cap
 from huggingface import CONFIGS
 from roundpipe import Runtime
 
@@ -76,9 +77,7 @@ def main() -> None:
     rates = _rates("cuda:0" if is_cuda else "cpu", _PROBE if is_cuda else 1 << 24)
     if args.cap_gb and is_cuda:
         torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(0).total_memory
-        for index in range(torch.cuda.device_count()):
-            torch.cuda.set_per_process_memory_fraction(min(args.cap_gb * 1e9 / total, 1.0), index)
+        cap(args.cap_gb)
     engines = {"roundpipe": _run_roundpipe, "plain": _run_plain}
     for engine in args.engines:
         engines[engine](model, args, rates)

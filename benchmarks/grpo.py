@@ -19,7 +19,6 @@ floors: `train_floor_s` by 8 FLOPs (recomputation included) a parameter and toke
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import resource
 import statistics
@@ -34,6 +33,7 @@ import transformers
 import trl
 from datasets import Dataset
 from generate import MODELS
+from gpus import attend_by_cudnn, cap, forget
 from huggingface import fill
 from roundpipe import RoundPipeRunConfig
 from rp_trainer import RoundPipeMixin, RoundPipeOptions
@@ -69,19 +69,12 @@ class Steps(transformers.TrainerCallback):
 
 def main() -> None:
     args = _arguments()
-    # cuDNN's attention is nearly twice as fast on Hopper as what torch takes by default.
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    if args.cap_gb and torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, args.cap_gb * 1e9 / total))
+    attend_by_cudnn()
+    cap(args.cap_gb)
     for engine in args.engines:
         given = {name: value for name, value in vars(args).items() if name != "engines"}
         print(json.dumps({"engine": engine, **given, **_found(engine, args), **_versions()}), flush=True)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        forget()
 
 
 def _found(engine: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -16,18 +16,20 @@ a call go to stderr, and with `--verbose` each change of its plan; `--profile` w
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import logging
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 import transformers
+from gpus import attend_by_cudnn, forget
+from resident import Resident
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -63,9 +65,7 @@ Engine = tuple[Callable[[Tensor], float], Callable[[], None]]
 def main() -> None:
     args = _arguments()
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(asctime)s %(message)s")
-    # cuDNN's attention is nearly twice as fast on Hopper as what torch takes by default.
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    attend_by_cudnn()
     for engine in args.engines:
         step, finish = ENGINES[engine](_model_of(args), args)
         losses, calls = _measure(step, args)
@@ -88,9 +88,7 @@ def main() -> None:
             flush=True,
         )
         del step, finish
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        forget()
 
 
 def random_model(name: str, dtype: torch.dtype) -> nn.Module:
@@ -245,27 +243,14 @@ def _training(
 
 
 def resident(model: nn.Module, args: argparse.Namespace) -> Engine:
-    model = model.to("cuda").train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    masters = [nn.Parameter(weight.detach().float()) for weight in weights]
-    optimizer = torch.optim.AdamW(masters, lr=1e-5, fused=True)
+    trained = Resident(model)
+
+    def loss(part: Tensor, counted: int) -> Tensor:
+        return trained.model(input_ids=part, labels=part, use_cache=False, num_items_in_batch=counted).loss
 
     def step(tokens: Tensor) -> float:
-        total = torch.zeros((), device="cuda")
-        counted = tokens[:, 1:].numel()
-        for part in tokens.to("cuda", non_blocking=True).tensor_split(args.microbatches):
-            loss = model(input_ids=part, labels=part, use_cache=False, num_items_in_batch=counted).loss
-            loss.backward()
-            total += loss.detach()
-        with torch.no_grad():
-            for weight, master in zip(weights, masters, strict=True):
-                master.grad = weight.grad.float()
-                weight.grad = None
-            optimizer.step()
-            optimizer.zero_grad()
-            torch._foreach_copy_(weights, masters)
-        return total.item()
+        parts = tokens.to("cuda", non_blocking=True).tensor_split(args.microbatches)
+        return trained.step(partial(loss, part, tokens[:, 1:].numel()) for part in parts)
 
     return step, torch.cuda.synchronize
 

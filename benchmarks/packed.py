@@ -40,6 +40,7 @@ from typing import Any
 import roundpipe
 import torch
 import transformers
+from gpus import attend_by_cudnn, cap
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
@@ -101,12 +102,8 @@ def main() -> None:
 def _run(engine: str, args: argparse.Namespace) -> None:
     is_cuda = not args.devices.startswith("cpu")
     if is_cuda:
-        # cuDNN's attention is nearly twice as fast on Hopper as what torch takes by default.
-        torch.backends.cuda.enable_flash_sdp(False)
-        torch.backends.cuda.enable_mem_efficient_sdp(False)
-        if args.cap_gb:
-            total = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(args.cap_gb * 1e9 / total)
+        attend_by_cudnn()
+        cap(args.cap_gb)
     began = time.perf_counter()
     model = adapted(built(args.model, engine, "cuda" if is_cuda else "cpu", args.layers), args)
     trained = ENGINES[engine](model, args)

@@ -16,18 +16,20 @@ warm-up; `error` is what ended a training, such as a want of memory under `--cap
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import logging
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 import transformers
+from gpus import attend_by_cudnn, cap, forget
 from huggingface import fill
+from resident import Resident
 from torch import Tensor, nn
 
 IMAGE, VIDEO, START, END = 5, 6, 7, 8
@@ -77,19 +79,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 def main() -> None:
     args = _arguments()
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(asctime)s %(message)s")
-    # cuDNN's attention is nearly twice as fast on Hopper as what torch takes by default.
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    if args.cap_gb and torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, args.cap_gb * 1e9 / total))
+    attend_by_cudnn()
+    cap(args.cap_gb)
     given = {name: value for name, value in vars(args).items() if name != "engines"}
     for engine in args.engines:
         print(json.dumps({"engine": engine, **given, **_found(engine, args)}), flush=True)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        forget()
 
 
 def _found(engine: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -186,28 +181,16 @@ def roundpipe_engine(model: nn.Module, args: argparse.Namespace) -> Engine:
 
 def resident(model: nn.Module, args: argparse.Namespace) -> Engine:
     """Everything on one GPU, each block recomputed."""
-    model = model.to("cuda").train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    masters = [nn.Parameter(weight.detach().float()) for weight in weights]
-    optimizer = torch.optim.AdamW(masters, lr=1e-5, fused=True)
+    trained = Resident(model)
+
+    def loss(part: Batch, counted: int) -> Tensor:
+        return trained.model(**part, use_cache=False, num_items_in_batch=counted).loss
 
     def step(batch: Batch) -> float:
-        total = torch.zeros((), device="cuda")
         counted = int((batch["labels"][:, 1:] != -100).sum())
-        on_gpu = {name: value.to("cuda", non_blocking=True) for name, value in batch.items()}
-        parts = [value.tensor_split(args.microbatches) for value in on_gpu.values()]
-        for part in zip(*parts, strict=True):
-            loss = model(**dict(zip(on_gpu, part, strict=True)), use_cache=False, num_items_in_batch=counted).loss
-            loss.backward()
-            total += loss.detach()
-        with torch.no_grad():
-            for weight, master in zip(weights, masters, strict=True):
-                master.grad, weight.grad = weight.grad.float(), None  # pyright: ignore[reportOptionalMemberAccess]
-            optimizer.step()
-            optimizer.zero_grad()
-            torch._foreach_copy_(weights, masters)
-        return total.item()
+        parts = [value.to("cuda", non_blocking=True).tensor_split(args.microbatches) for value in batch.values()]
+        named = (dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True))
+        return trained.step(partial(loss, part, counted) for part in named)
 
     return step, torch.cuda.synchronize
 

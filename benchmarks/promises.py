@@ -20,6 +20,7 @@ import roundpipe
 import rp_sched
 import torch
 from decoder import SIZES, batches, decoder
+from gpus import attend_by_cudnn
 from loops import Workload, loss_of
 from roundpipe import CallTime, RoundPipe, RoundPipeRunConfig, Runtime
 from rp_sched import Plan
@@ -32,8 +33,7 @@ def main() -> None:
     """Print the table."""
     args = _arguments()
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(message)s")
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    attend_by_cudnn()
     print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS), flush=True)
     for devices in args.devices:
         for row in rows(args, devices):

@@ -33,19 +33,15 @@ from itertools import pairwise
 
 import torch
 from decoder import SIZES, batches, decoder
+from gpus import attend_by_cudnn, cap
 from loops import ENGINES, Workload
 
 
 def main() -> None:
     args = _arguments()
-    if args.cap_gb:
-        for index in range(torch.cuda.device_count()):
-            total = torch.cuda.get_device_properties(index).total_memory
-            torch.cuda.set_per_process_memory_fraction(args.cap_gb * 1e9 / total, index)
+    cap(args.cap_gb)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    # cuDNN's attention is nearly twice as fast on Hopper as what torch takes by default.
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    attend_by_cudnn()
     if args.compile:
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.fail_on_recompile_limit_hit = True
