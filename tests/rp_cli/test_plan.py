@@ -181,6 +181,8 @@ SCHEMA: dict[str, Any] = {
         "step_in_backward": bool,
         "compute": str,
         "chooses_compute": bool,
+        "launch": str,
+        "chooses_launch": bool,
         "master": str,
         "expanded_bytes": int,
     },
@@ -228,6 +230,7 @@ SCHEMA: dict[str, Any] = {
         "stages": list,
         "devices_used": int,
         "device_bytes": int,
+        "graph_bytes": int,
         "step_s": float,
         "tokens_per_s": float,
         "bound_by": str,
@@ -237,6 +240,7 @@ SCHEMA: dict[str, Any] = {
     "assumed": {
         "utilisation": float,
         "launch_ms": float,
+        "replay_launch_ms": float,
         "gil_ms_per_gb": float,
         "ram_gb_s": float,
         "network_share_of_its_name": float,
@@ -298,13 +302,13 @@ def test_plans_that_differ_in_host_memory_only_are_searched_for_once(
     config: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searches: list[Any] = []
-    search = foretold.fastest
+    search = foretold.fastest_count
 
     def counted(*given: Any, **more: Any) -> Any:
         searches.append(given)
         return search(*given, **more)
 
-    monkeypatch.setattr(foretold, "fastest", counted)
+    monkeypatch.setattr(foretold, "fastest_count", counted)
     # A size that no other test has.
     answer = found(capsys, "--model", config(LARGER | {"intermediate_size": 1920}), *SMALL, "--ram", "150MB")
 

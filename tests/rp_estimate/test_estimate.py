@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -413,6 +414,51 @@ def test_a_step_is_foretold_within_15_percent_of_the_measured_one(name: str) -> 
     assert found.planned.ms / 1e3 == pytest.approx(seconds, rel=0.15)
     row = f"| {seconds:.3g} s | {found.planned.ms / 1e3:.3g} s | {found.planned.ms / 1e3 / seconds - 1:+.0%} |"
     assert any(name in line and row in line for line in DOCUMENT.read_text(encoding="utf-8").splitlines()), row
+
+
+@functools.cache
+def _observed_once() -> Workload:
+    return Workload.of(on_meta(MODELS["Qwen3-1.7B"]), Training(sequence=2048))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "batch", "microbatches", "memory_gb", "by_graphs"),
+    [
+        # Two threads share the GIL.
+        pytest.param(2, 64, 32, None, True, id="bound by launching"),
+        pytest.param(1, 64, 8, None, False, id="bound by arithmetic"),
+        pytest.param(2, 64, 32, 24, False, id="no memory"),
+        pytest.param(1, 2, 2, None, False, id="first and last microbatches alone"),
+    ],
+)
+def test_graphs_are_foretold_where_they_fit_and_gain(
+    gpus: int, batch: int, microbatches: int, memory_gb: int | None, by_graphs: bool
+) -> None:
+    def answer(launch: str, *, chooses: bool) -> Foretold:
+        how = Training(sequence=2048, launch=launch, chooses_launch=chooses)
+        workload = replace(_observed_once(), how=how)
+        return foretell(Case(workload, h200s(gpus, memory_gb), batch, microbatches), settles=False)
+
+    eager, auto, asked = (
+        answer("eager", chooses=False),
+        answer("eager", chooses=True),
+        answer("graphs", chooses=False),
+    )
+
+    assert auto.case.workload.how.launch == ("graphs" if by_graphs else "eager")
+    assert eager.planned is not None
+    assert auto.planned is not None
+    assert asked.planned is not None
+    if not by_graphs:
+        assert auto.planned.ms == eager.planned.ms
+        assert auto.planned.graph_bytes == 0
+        # Where they do not fit, layers run without.
+        assert asked.case.workload.how.launch == ("eager" if memory_gb else "graphs")
+        return
+    assert auto.planned.ms == asked.planned.ms < 0.95 * eager.planned.ms
+    # Weights, fp32 sums of gradients, and what a microbatch of two sequences takes.
+    assert 6 * auto.case.workload.parameters < auto.planned.graph_bytes < 141 * GB
+    assert auto.planned.device_bytes < auto.case.machine.card.memory_bytes
 
 
 def test_device_memory_is_foretold_near_the_measured_peaks() -> None:

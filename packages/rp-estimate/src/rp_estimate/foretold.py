@@ -35,6 +35,9 @@ _CALLS = 2
 _NEAR = 0.01
 # Significant digits of the bytes that an optimizer moves for a weight: states that differ by less share a search.
 _DIGITS = 4
+# Graphs are foretold if launching takes this part of what devices take, or the GIL of everything, and chosen if a
+# step is faster by the second part: the engine, which tries them in such cases, measures the difference.
+_LAUNCHING, _GAIN = 0.8, 0.05
 # Searches that are kept, with all of their plans, for cases with equal costs and limits.
 _MOST_SEARCHES = 64
 
@@ -61,6 +64,11 @@ class Case:
         """The number of machines."""
         return self.network.machines
 
+    def launched(self, launch: str) -> Case:
+        """Return this case with devices that are told so what to compute."""
+        how = replace(self.workload.how, launch=launch)
+        return replace(self, workload=replace(self.workload, how=how))
+
     def counts(self) -> dict[int, int]:
         """Return the numbers of microbatches to try, by the number on each machine, fewest first."""
         if self.microbatches is not None:
@@ -74,7 +82,7 @@ class Planned:
     """A plan that fits the devices, with its times and bytes.
 
     `microbatches`: of all machines. `sequences`: of the largest microbatch. `machine_ms`: the time of a step
-    without the network. `working_bytes`: a device's workspace.
+    without the network. `working_bytes`: a device's workspace. `graph_bytes`: what graphs keep there.
     `tasks`: of one call. `traffic_bytes`: bytes that a machine sends in a step, and receives; `network_ms`: the
     time that this takes. `disk_ms`: the time in which a disk reads and writes the optimizer's state;
     `waits_for_disk`: whether nothing else is done meanwhile. `read_bytes`: frozen weights that are read from a
@@ -88,6 +96,7 @@ class Planned:
     working_bytes: int
     devices: int
     tasks: tuple[Task, ...]
+    graph_bytes: int = 0
     traffic_bytes: int = 0
     network_ms: float = 0.0
     disk_ms: float = 0.0
@@ -130,7 +139,18 @@ class Planned:
         """The most bytes on a device at once, with workspace."""
         assigner = Assigner(self.devices)
         calls = [assigner.assign(self.priced_plan) for _ in range(_CALLS)]
-        return max(_timeline(self.priced_plan, calls, self.devices).peak_bytes) + self.working_bytes
+        return (
+            max(_timeline(self.priced_plan, calls, self.devices).peak_bytes)
+            + self.working_bytes
+            + self.graph_bytes
+        )
+
+    @property
+    def waits_for_launching(self) -> bool:
+        """Whether devices compute for hardly longer than it takes to launch that."""
+        used = self.priced_plan.used(self.devices)
+        launching_ms = max(self.priced_plan.work.launch_ms / used, self.priced_plan.loads_ms(self.devices)["GIL"])
+        return launching_ms >= _LAUNCHING * self.priced_plan.busy_ms / used
 
     def timeline(self) -> Timeline:
         """Return one call of the plan, simulated."""
@@ -188,9 +208,22 @@ class Foretold:
 def foretell(case: Case, *, settles: bool = True) -> Foretold:
     """Plan a case and forecast its memory. `settles`: search until the end, and simulate the result.
 
-    With ``compute="auto"`` the answer's case has what is chosen. Cases that differ in host memory only often lead
-    to the same search, which is then made once.
+    With ``compute="auto"`` and ``launch="auto"`` the answer's case has what is chosen. Graphs that do not fit are
+    none, as in the engine. Cases that differ in host memory only often lead to the same search, which is then made
+    once.
     """
+    answer = _with_compute(case, settles=settles)
+    how, planned = case.workload.how, answer.planned
+    if how.launch == "graphs":
+        return answer if planned is not None else _with_compute(case.launched("eager"), settles=settles)
+    if planned is None or not (how.chooses_launch and planned.waits_for_launching):
+        return answer
+    by_graphs = _with_compute(case.launched("graphs"), settles=settles)
+    gains = by_graphs.planned is not None and by_graphs.planned.ms <= (1 - _GAIN) * planned.ms
+    return by_graphs if gains and by_graphs.forecast.fits >= answer.forecast.fits else answer
+
+
+def _with_compute(case: Case, *, settles: bool) -> Foretold:
     answer = _foretold(replace(case, workload=case.workload.on(case.machine.card)), settles=settles)
     how = answer.case.workload.how
     if not how.chooses_compute or how.compute != "fp8" or answer.forecast.fits:
@@ -235,14 +268,15 @@ def _lacking_bytes(case: Case, sequences: int) -> int:
 def _problem(case: Case, sequences: int) -> tuple[tuple[LayerCost, ...], Limits]:
     workload, machine = case.workload, case.machine
     is_double = workload.is_double(machine.ram, case.machines)
+    costs = workload.costs(sequences, machine.card)
     limits = machine.limits(
-        workload.working_bytes(sequences),
+        workload.working_bytes(sequences) + workload.graph_bytes(costs, sequences),
         optimizer_bytes=float(f"{workload.step_bytes(case.machines):.{_DIGITS}g}"),
         double_buffer=is_double,
     )
     if workload.how.master_kind == "split" and not is_double:
         limits = replace(limits, host=in_place(limits.host))
-    return tuple(workload.costs(sequences, machine.card)), limits
+    return tuple(costs), limits
 
 
 def _planned(count: int, search: Search, case: Case, *, settles: bool) -> Planned:
@@ -262,6 +296,7 @@ def _planned(count: int, search: Search, case: Case, *, settles: bool) -> Planne
         working_bytes=case.workload.working_bytes(sequences),
         devices=devices,
         tasks=tasks,
+        graph_bytes=case.workload.graph_bytes(priced.loads.costs, sequences),
         traffic_bytes=traffic,
         network_ms=traffic / (case.network.gb_s * 1e6),
         disk_ms=case.workload.how.drive.ms(case.workload.disk_bytes(case.machines)),

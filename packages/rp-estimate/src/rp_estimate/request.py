@@ -18,6 +18,7 @@ _NAMES = {
     "master": ("whole", "split", "disk"),
     "frozen": ("memory", "disk"),
     "compute": ("bf16", "fp8", "fp8-cast", "fp16-sums", "auto"),
+    "launch": ("auto", "graphs", "eager"),
 }
 
 
@@ -36,7 +37,8 @@ class Request:
     `disk_bytes`: of a disk that holds the optimizer's moments; `disk_gb_s`: its rates of reading and writing;
     `disk_tbw`: the 10^12 bytes that may be written in its life. `frozen`: "disk" keeps frozen weights there, too.
     `utilisation`: the part of the card's dense rate that layers reach, None for the usual one.
-    `compute`: how layers multiply; "auto" for bf16 or fp8, as is faster by the card's rates.
+    `compute`: how layers multiply; "auto" for bf16 or fp8, as is faster by the card's rates. `launch`: what tells
+    devices to compute; "auto" for graphs where they fit and a step is faster.
 
     >>> from rp_estimate.machine.cards import card_named
     >>> Request(model=Path("config.json"), card=card_named("H100"), batch=8).optimizer
@@ -69,6 +71,7 @@ class Request:
     utilisation: float | None = None
     step_in_backward: bool = False
     compute: str = "bf16"
+    launch: str = "auto"
     num_microbatch: int | None = None
 
     def __post_init__(self) -> None:

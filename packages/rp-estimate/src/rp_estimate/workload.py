@@ -13,6 +13,7 @@ from rp_engine import HostOptions
 from rp_engine.estimates import (
     FORWARD_PART,
     LAUNCH_MS,
+    REPLAY_LAUNCH_MS,
     SECOND_BLOCKS_SHARE,
     HostBytes,
     MemoryForecast,
@@ -80,6 +81,7 @@ class Training:
     `master`: "whole", "split", or "disk": in halves, of which `drive` has the lower one. `utilisation`: the part
     of the card's dense rate; None for the usual one. `drive`: where the state is; `frozen`: frozen weights.
     `compute`: how layers multiply; `chooses_compute`: as is faster by a card's rates, see `Workload.on`.
+    `launch`: "eager", or "graphs" in inner microbatches; `chooses_launch`: as is faster, see `foretell`.
     """
 
     sequence: int
@@ -89,6 +91,8 @@ class Training:
     step_in_backward: bool = False
     compute: str = "bf16"
     chooses_compute: bool = False
+    launch: str = "eager"
+    chooses_launch: bool = False
     is_adapted: bool = False
     is_sync: bool = True
     optim_dtype: torch.dtype = OPTIM_DTYPE
@@ -100,11 +104,17 @@ class Training:
     def of(cls, options: Any, **more: Any) -> Training:
         """Return what a `Request`, or other options with these names, say; `more`: what only one of them has."""
         same = ("sequence", "optimizer", "optimizer_state", "master", "step_in_backward")
-        chooses_compute = options.compute == "auto"
+        chooses_compute, chooses_launch = options.compute == "auto", options.launch == "auto"
         found = {name: getattr(options, name) for name in same}
         compute = "bf16" if chooses_compute else options.compute
         return cls(
-            **found, compute=compute, chooses_compute=chooses_compute, is_adapted=options.is_adapted, **more
+            **found,
+            compute=compute,
+            chooses_compute=chooses_compute,
+            launch="eager" if chooses_launch else options.launch,
+            chooses_launch=chooses_launch,
+            is_adapted=options.is_adapted,
+            **more,
         )
 
     @property
@@ -322,9 +332,23 @@ class Workload:
                     kept_bytes=int(facts.kept_bytes.of(sequences, COMPILED_SHARE)) + self._fp8.codes_bytes(at),
                     forward_launch_ms=FORWARD_PART * launch_ms,
                     backward_launch_ms=(1 - FORWARD_PART) * launch_ms,
+                    replay_launch_ms=REPLAY_LAUNCH_MS if self._may_replay(at) else None,
                 )
             )
         return costs
+
+    def _may_replay(self, at: int) -> bool:
+        """Whether graphs launch a part: not what runs before the layers, nor layers whose weights are packed."""
+        return self.how.launch == "graphs" and at > 0 and not _expanded_bytes(self.observed.modules[at])
+
+    def graph_bytes(self, costs: Sequence[LayerCost], sequences: int) -> int:
+        """Return what graphs keep on a device: weights and gradients of their layers, and a pool.
+
+        The pool holds what a microbatch takes beside these.
+        """
+        kept = sum(cost.kept_bytes for cost in costs if cost.has_graphs)
+        pool = kept + self.working_bytes(sequences) if self.how.launch == "graphs" else 0
+        return sum(cost.fixed_bytes for cost in costs) + pool
 
     @cached_property
     def _fp8(self) -> Fp8Share:

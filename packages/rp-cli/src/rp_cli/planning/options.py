@@ -245,6 +245,11 @@ class PlanOptions(AdapterOptions):
         one_of(("bf16", "fp8", "fp8-cast", "fp16-sums", "auto")),
         "bf16",
     )
+    launch: str = option(
+        "what tells GPUs to compute: eager, Python; graphs, CUDA graphs; auto, these where they fit and gain",
+        one_of(("auto", "graphs", "eager")),
+        "auto",
+    )
     num_microbatch: int | None = option(
         "parts of a batch", shared.microbatches(), shown="the fastest number", narrowed=shared.of_batch
     )

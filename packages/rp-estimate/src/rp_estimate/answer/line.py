@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rp_engine.estimates import LAUNCH_MS
+from rp_engine.estimates import LAUNCH_MS, REPLAY_LAUNCH_MS
 
 from rp_estimate.advice import Change
 from rp_estimate.foretold import Foretold, Planned
@@ -15,7 +15,16 @@ from rp_estimate.machine.hardware import GIL_MS_PER_GB
 from rp_estimate.machine.network import NETWORK_SHARE
 
 # What JSON has of `Training`.
-_HOW = ("optimizer", "optimizer_state", "master", "step_in_backward", "compute", "chooses_compute")
+_HOW = (
+    "optimizer",
+    "optimizer_state",
+    "master",
+    "step_in_backward",
+    "compute",
+    "chooses_compute",
+    "launch",
+    "chooses_launch",
+)
 
 
 def as_json(answer: Foretold, changes: Sequence[Change]) -> str:
@@ -38,6 +47,7 @@ def as_json(answer: Foretold, changes: Sequence[Change]) -> str:
             "assumed": {
                 "utilisation": answer.case.workload.utilisation,
                 "launch_ms": LAUNCH_MS,
+                "replay_launch_ms": REPLAY_LAUNCH_MS,
                 "gil_ms_per_gb": GIL_MS_PER_GB,
                 "ram_gb_s": answer.case.machine.ram_gb_s,
                 "network_share_of_its_name": NETWORK_SHARE,
@@ -134,6 +144,7 @@ def _plan(answer: Foretold, planned: Planned) -> dict[str, Any]:
         ],
         "devices_used": planned.priced_plan.used(planned.devices),
         "device_bytes": planned.device_bytes,
+        "graph_bytes": planned.graph_bytes,
         "step_s": planned.ms / 1e3,
         "tokens_per_s": answer.tokens_per_s,
         "bound_by": planned.bound_by,

@@ -145,6 +145,9 @@ def run_summary(answer: Foretold, planned: Planned) -> Iterator[str]:
     chosen = "chosen" if answer.case.microbatches is None else "as given"
     each = f", {planned.priced_plan.microbatches} on a machine" if answer.case.machines > 1 else ""
     yield f"num_microbatch  {planned.microbatches} ({chosen}), of {counted(planned.sequences, 'sequence')}{each}"
+    if answer.case.workload.how.launch == "graphs":
+        why = "since launching by Python would bound it" if answer.case.workload.how.chooses_launch else "as given"
+        yield f"launch  graphs in inner microbatches, {why}; they keep {gb(planned.graph_bytes)} on each device"
     yield f"a step  {seconds(planned.ms)}, {rounded(answer.tokens_per_s)} tokens/s"
     if answer.case.machines > 1:
         yield (

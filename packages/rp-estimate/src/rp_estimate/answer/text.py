@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rp_engine.estimates import LAUNCH_MS
+from rp_engine.estimates import LAUNCH_MS, REPLAY_LAUNCH_MS
 
 from rp_estimate.advice import Change
 from rp_estimate.answer.amounts import gb, rounded, seconds
@@ -77,9 +77,10 @@ def _assumptions(answer: Foretold) -> Iterator[str]:
     workload = answer.case.workload
     counted = "" if workload.observed.is_counted else "; operations guessed from the shapes of weights"
     expanding = ", expanding packed weights no time" if workload.expanded_bytes else ""
+    replaying = f", a pass of one by a graph {REPLAY_LAUNCH_MS}" if workload.how.launch == "graphs" else ""
     if answer.case.network.name.endswith("b"):
         yield f"assumed: a network carries {NETWORK_SHARE:.0%} of its name, beside everything else a step does"
     yield (
         f"assumed: compiled layers that reach {workload.utilisation:.3g} of the TFLOP/s (--utilisation){counted}; "
-        f"launching a layer {LAUNCH_MS} ms{expanding}. GB is 10^9 bytes."
+        f"launching a layer {LAUNCH_MS} ms{replaying}{expanding}. GB is 10^9 bytes."
     )
