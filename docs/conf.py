@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from site_of_docs import OPTIONS, commands, write_list
+from site_of_docs import OPTIONS, VERSIONS, commands, versions, write_list
 
 project = "RoundPipe"
 author = "The RoundPipe authors"
@@ -58,4 +58,6 @@ def _lead_to_pages(_app, _page, source):
 
 
 def _tell_options(_app, _page, source):
-    source[0] = source[0].replace(OPTIONS, commands())
+    for mark, make in ((OPTIONS, commands), (VERSIONS, versions)):
+        if mark in source[0]:
+            source[0] = source[0].replace(mark, make())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,33 @@ from rp_cli.options.declared import Option, declared
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 _SPECIAL = re.compile(r"[*<|_]")
 OPTIONS = "<!-- the options of each command -->"
+VERSIONS = "<!-- the version of each package -->"
+_PACKAGES = Path(__file__).parents[1] / "packages"
+_VERSION = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
 
 
 def commands() -> str:
     """Sections of the page of commands: each command's description, and tables of its options."""
     return "\n\n".join(f"## roundpipe {name}\n\n{_described(command)}" for name, command in COMMANDS.items())
+
+
+def versions() -> str:
+    """A table of the packages: their versions, whether there are changes since, and where these are told."""
+    rows = [_version_row(path.parent, path.read_text(encoding="utf-8")) for path in _changelogs()]
+    return "\n".join(["| package | version | since then | Python |", "|---|---|---|---|", *rows])
+
+
+def _changelogs() -> list[Path]:
+    return sorted(_PACKAGES.glob("*/CHANGELOG.md"))
+
+
+def _version_row(package: Path, changes: str) -> str:
+    (module,) = (path for path in package.glob("src/*/__init__.py"))
+    (version,) = _VERSION.findall(module.read_text(encoding="utf-8"))
+    project = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    new = changes.partition("## Unreleased")[2].partition("\n## ")[0].count("\n- ")
+    told = f"{new} change{'' if new == 1 else 's'}" if new else "nothing"
+    return f"| {package.name} | {version} | {told} | {project['requires-python'].removeprefix('>=')} or newer |"
 
 
 def _described(command: Command) -> str:

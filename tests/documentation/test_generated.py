@@ -1,4 +1,4 @@
-"""Notebooks and pictures are what their scripts make of the examples and the tables."""
+"""Notebooks, pictures and recipes' pages are what their scripts make of examples, tables and recipes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 from pages import ROOT
+from rp_cli.recipes.catalogue import recipes
 
 
 def script(name: str) -> ModuleType:
@@ -22,6 +23,25 @@ def test_notebooks_are_those_of_the_examples() -> None:
     expected = script("notebooks").notebooks()
     assert {path.name for path in expected} == {"full_finetuning.ipynb", "lora.ipynb"}
     assert {path: path.read_text() for path in (ROOT / "examples").glob("*.ipynb")} == expected
+
+
+RECIPES = script("recipe-pages")
+
+
+def test_each_recipe_has_its_page() -> None:
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs/recipes").glob("*.md")}
+
+    assert pages == {
+        name: RECIPES.page_of(recipe, RECIPES.answer_in(pages[name])) for name, recipe in recipes().items()
+    }
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", recipes())
+def test_plan_answers_what_a_recipes_page_says(name: str) -> None:
+    page = (ROOT / f"docs/recipes/{name}.md").read_text()
+
+    assert RECIPES.answer_in(page) == RECIPES.answer_to(recipes()[name])
 
 
 @pytest.mark.slow

@@ -40,6 +40,18 @@ def test_the_page_asks_for_the_options(site: ModuleType) -> None:
     assert site.OPTIONS in (ROOT / "docs/commands.md").read_text()
 
 
+def test_the_page_of_changes_has_each_package_with_its_version(site: ModuleType) -> None:
+    page = (ROOT / "docs/changes.md").read_text()
+    rows = [[*map(str.strip, line.split("|")[1:-1])] for line in site.versions().splitlines()[2:]]
+
+    assert site.VERSIONS in page
+    assert [row[0] for row in rows] == sorted(path.name for path in (ROOT / "packages").iterdir())
+    assert all(f"../packages/{row[0]}/CHANGELOG.md" in page for row in rows)
+    versions = {row[0]: row[1] for row in rows}
+    assert versions["rp-cli"] == importlib.import_module("rp_cli").__version__
+    assert all("change" in row[2] or row[2] == "nothing" for row in rows)
+
+
 def test_a_help_text_is_shown_as_it_is(site: ModuleType) -> None:
     assert site._escaped("a|b of *x*, --lora-bias `--c d`") == r"a\|b of \*x\*, `--lora-bias` `--c d`"
 

@@ -123,8 +123,9 @@ def test_a_name_that_training_lacks_is_refused_in_a_plan_too(tmp_path: Path) -> 
 def test_the_page_of_recipes_has_each_with_its_needs() -> None:
     page = Path(__file__).parents[2].joinpath("docs/recipes.md").read_text()
 
-    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    rows = [line for line in page.splitlines() if line.startswith("| [`")]
     wanted = [
         (name, f"{one.devices} of {one.device_gb} GB", f"{one.ram_gb} GB") for name, one in recipes().items()
     ]
     assert [(row.split("`")[1], *map(str.strip, row.split("|")[3:5])) for row in rows] == wanted
+    assert all(f"](recipes/{name}.md) |" in page for name in recipes())

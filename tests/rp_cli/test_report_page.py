@@ -20,7 +20,7 @@ from rp_reports.charts import Line, chart
 from rp_reports.page import Page, page
 from rp_trainer.errors import Unwritable
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 _VOID = {"meta", "br", "hr", "img", "link", "input"}
 PLOTS = (
     "loss, by step",
