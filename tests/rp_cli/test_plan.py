@@ -193,6 +193,7 @@ SCHEMA: dict[str, Any] = {
         "link_gb_s": float,
         "bf16_tflops": float,
         "fp8_tflops": type(None),
+        "device_memory_gb_s": float,
         "ram_bytes": int,
         "switches": list,
         "is_measured": bool,
@@ -747,6 +748,7 @@ WRONG = {
     "RAM in words": ["--ram", "much"],
     "no RAM": ["--ram", "0"],
     "RAM without a unit": ["--ram", "64"],
+    "a card whose FP8 is no rate like the other": ["--gpu", "memory=24GB,link=25,tflops=165,fp8=1000"],
     "a card with memory without a unit": ["--gpu", "memory=24,link=25,tflops=165"],
     "more RAM than there is": ["--ram", "99999999999999TiB"],
     "RAM that stands still": ["--ram-gb-s", "0"],
@@ -787,15 +789,25 @@ def test_products_in_fp8_are_priced_by_the_cards_rate(config: Write, capsys: pyt
 
     seconds = {
         words: found(capsys, *usual, words, "--compute", kind)["plan"]["busy_s"]["device"]
-        for words, kind in ((gpu, "bf16"), (gpu.replace("0.2", "0.4"), "fp8"), (gpu + " ", "fp8"))
+        for words, kind in (
+            (gpu, "bf16"),
+            (gpu.replace("0.2", "0.4") + ",bandwidth=1000", "fp8"),
+            (gpu + ",bandwidth=1000", "fp8"),
+            (gpu + " ", "fp8"),
+            (gpu + ",bandwidth=0.1", "fp8"),
+        )
     }
     shown = found(capsys, *usual, gpu, "--compute", "fp8")
 
-    bf16, fourfold, twice = seconds.values()
-    # 1 / (1 + 0.7 * 1) and 1 / (1 + 0.7 * 3) of the linear layers' part.
-    assert (bf16 - fourfold) / (bf16 - twice) == pytest.approx((1 - 1 / 3.1) / (1 - 1 / 1.7), rel=1e-3)
-    assert 1 / 1.7 < twice / bf16 < 0.7
+    bf16, fourfold, free_casts, twice, dear_casts = seconds.values()
+    # 1 / (1 + 0.68 * 1) and 1 / (1 + 0.68 * 3) of the linear layers' part.
+    assert (bf16 - fourfold) / (bf16 - free_casts) == pytest.approx((1 - 1 / 3.04) / (1 - 1 / 1.68), rel=1e-3)
+    # Half of the card's rate is reached in all, 0.75 of it by products, which are most of the work.
+    assert 1 - (1 - 1 / 1.68) * 0.5 / 0.75 < free_casts / bf16 < 0.8
+    # Casts take memory's time: 6.11 GB/s are assumed for each 10^12 operations a second.
+    assert (dear_casts - free_casts) / (twice - free_casts) == pytest.approx(0.611 / 0.1, rel=1e-2)
     assert shown["machine"]["fp8_tflops"] == 0.2
+    assert shown["machine"]["device_memory_gb_s"] == pytest.approx(0.611, rel=1e-2)
     assert shown["model"]["compute"] == "fp8"
     # FP8 of the same rate, and none, gain nothing.
     chosen = {

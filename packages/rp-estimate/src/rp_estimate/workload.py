@@ -313,15 +313,15 @@ class Workload:
         """
         tflops = card.fp16_sums_tflops if self.how.compute == "fp16-sums" else card.tflops
         flops_ms = 1 / (tflops * self.utilisation * 1e9)
-        saved_ms = flops_ms * self._fp8.saved(card) * sequences * self.how.sequence
+        tokens = sequences * self.how.sequence
         costs: list[LayerCost] = []
         for at, facts in enumerate(self.observed.facts):
             # The part before the layers is an embedding, whose launch takes little time, and the tower's layers.
             launch_ms = LAUNCH_MS if at else LAUNCH_MS * self.tower_layers
             costs.append(
                 LayerCost(
-                    facts.forward_flops.of(sequences) * flops_ms - saved_ms * self._fp8.forward_flops(at),
-                    facts.backward_flops.of(sequences) * flops_ms - saved_ms * self._fp8.backward_flops(at),
+                    facts.forward_flops.of(sequences) * flops_ms - tokens * self._fp8.saved_forward_ms(at, card),
+                    facts.backward_flops.of(sequences) * flops_ms - tokens * self._fp8.saved_backward_ms(at, card),
                     weight_bytes=sum(
                         device_nbytes(one.layout, one.tensors, self._fp8.coded) for one in self._blocks.get(at, ())
                     ),

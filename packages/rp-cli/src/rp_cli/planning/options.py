@@ -26,7 +26,8 @@ MOST_DEVICES = 256
 MOST_MACHINES = 256
 _MOST_IMAGES = 2**20
 _FIELDS = ("memory", "link", "tflops")
-_MORE = "fp8"
+_MORE = ("fp8", "bandwidth")
+_MOST_FP8 = 4
 
 
 def _size(flag: str, text: str) -> int:
@@ -85,15 +86,21 @@ def _calibration(flag: str, text: str) -> Calibration:
 def _described(flag: str, text: str) -> Card:
     pairs = [part.strip().partition("=") for part in text.split(",")]
     values: Mapping[str, str] = {name: value for name, _, value in pairs}
-    if sorted(name for name, _, _ in pairs if name != _MORE) != sorted(_FIELDS) or len(values) != len(pairs):
-        raise Refused(f"{flag} must have each of {', '.join(_FIELDS)} once, and may have {_MORE}, but is {text!r}")
-    return Card(
+    if sorted(name for name, _, _ in pairs if name not in _MORE) != sorted(_FIELDS) or len(values) != len(pairs):
+        fields, more = ", ".join(_FIELDS), " and ".join(_MORE)
+        raise Refused(f"{flag} must have each of {fields} once, and may have {more}, but is {text!r}")
+    more = {name: _RATE.read(f"{flag}: {name}", values[name]) for name in _MORE if name in values}
+    card = Card(
         text,
         _size(f"{flag}: memory", values["memory"]),
         _RATE.read(f"{flag}: link (GB/s)", values["link"]),
         _RATE.read(f"{flag}: tflops", values["tflops"]),
-        _RATE.read(f"{flag}: {_MORE}", values[_MORE]) if _MORE in values else None,
+        more.get("fp8"),
+        more.get("bandwidth", 0.0),
     )
+    if (card.fp8_tflops or 0) > _MOST_FP8 * card.tflops:
+        raise Refused(f"{flag}: fp8 is a rate like tflops, and at most {_MOST_FP8} times as high, but is {text!r}")
+    return card
 
 
 def _switches(flag: str, text: str) -> tuple[int, ...]:

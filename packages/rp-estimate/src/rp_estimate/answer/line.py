@@ -86,6 +86,7 @@ def _machine(answer: Foretold) -> dict[str, Any]:
         "link_gb_s": machine.card.link_gb_s,
         "bf16_tflops": machine.card.tflops,
         "fp8_tflops": machine.card.fp8_tflops,
+        "device_memory_gb_s": machine.card.memory_gb_s,
         "ram_bytes": None if machine.ram is None else machine.ram.total_bytes,
         "switches": [list(switch.devices) for switch in machine.switches],
         "is_measured": machine.is_measured,

@@ -12,9 +12,12 @@ from torch import nn
 
 from rp_estimate.machine.cards import Card
 
-# The part of what FP8's rate has beyond bf16's that linear layers of compiled models reach: casts take the rest.
-# The products alone reach 0.9 of it on an H100 (docs/how-to/fp8.md).
-REACHED = 0.7
+# The part of what FP8's rate has beyond bf16's that products reach; the part of a card's bf16 rate that they reach
+# in bf16; and how many bytes a cast moves for each number of an input or a gradient. Measured on an H100, where
+# this is right within 6 % for the linear layers of 1.7B and 8B (benchmarks/results/performance.md).
+REACHED = 0.68
+PRODUCTS = 0.75
+CAST_BYTES = 6
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,27 @@ class Fp8Share:
 
     def pays(self, card: Card) -> bool:
         """Return whether ``compute="auto"`` would choose FP8 by a card's rates."""
-        return bool(self.weights) and card.fp8_tflops is not None and self.saved(card) >= LEAST_SAVED
+        if not self.weights or card.fp8_tflops is None:
+            return False
+        parts = range(len(self.weights))
+        took = sum(self.forward_flops(part) + self.backward_flops(part) for part in parts) * _product_ms(card)
+        saved = sum(self.saved_forward_ms(part, card) + self.saved_backward_ms(part, card) for part in parts)
+        return saved >= LEAST_SAVED * took > 0
 
-    def saved(self, card: Card) -> float:
-        """Return the part of these products' time in bf16 that FP8 saves.
+    def saved_forward_ms(self, part: int, card: Card) -> float:
+        """Return how much sooner a part's forward is done in FP8, for a token; below zero if casts take longer.
 
-        Raises `Refused` for a card without them.
+        Raises `Refused` for a card without such products.
         """
+        given = sum(one.shape[1] for one in self._of(part))
+        return self._saved_ms(card, self.forward_flops(part), given)
+
+    def saved_backward_ms(self, part: int, card: Card) -> float:
+        """Return the same of its backward."""
+        gradients = sum(one.shape[0] for one in self._of(part))
+        return self._saved_ms(card, self.backward_flops(part), gradients)
+
+    def _saved_ms(self, card: Card, flops: int, casts: int) -> float:
         if not self.weights:
             return 0.0
         if card.fp8_tflops is None:
@@ -75,4 +92,10 @@ class Fp8Share:
                 f"--compute fp8: {card.name} has no products in FP8, or their rate is not known; omit it, or "
                 "describe the GPU, as in --gpu memory=24GB,link=25,tflops=165,fp8=330"
             )
-        return 1 - 1 / (1 + REACHED * (card.fp8_tflops / card.tflops - 1))
+        faster = 1 + REACHED * (card.fp8_tflops / card.tflops - 1)
+        return flops * _product_ms(card) * (1 - 1 / faster) - casts * CAST_BYTES / (card.memory_gb_s * 1e6)
+
+
+def _product_ms(card: Card) -> float:
+    """The milliseconds of one operation of a product in bf16."""
+    return 1 / (PRODUCTS * card.tflops * 1e9)

@@ -155,7 +155,7 @@ def _compile(compiler: Compiler, folder_path: Path, threads: tuple[str, ...]) ->
         _run(compiler, *_FLAGS, *threads, *flags, "-c", str(SOURCES / file), "-o", made)
         return made
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(len(units)) as pool:
         objects = list(pool.map(compile_unit, units))
     made = folder_path / "kernels.so"
     _run(compiler, "-shared", *threads, *objects, "-lm", "-o", str(made))
