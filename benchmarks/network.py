@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import hmac
 import os
-import socket
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from local_machines import results_of
 from rp_dist import Machines
 from side_by_side import side_by_side
 
@@ -134,11 +133,9 @@ def _together(machines: Machines, way: partial) -> None:
     way()
 
 
-def _start(rank: int, port: int, options: argparse.Namespace, results: mp.SimpleQueue) -> None:
-    place = {"RANK": rank, "WORLD_SIZE": options.machines, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.machines))
-    results.put(run(options))
+def _run_here(options: argparse.Namespace, rank: int) -> bool:
+    del rank
+    return run(options)
 
 
 def main() -> None:
@@ -147,11 +144,9 @@ def main() -> None:
     if "RANK" in os.environ:
         is_met = run(options)
         sys.exit(options.check and not is_met)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_start, (port, options, results), nprocs=options.machines)
-    sys.exit(options.check and not all(results.get() for _ in range(options.machines)))
+    threads = max(1, (os.cpu_count() or 1) // options.machines)
+    are_met = results_of(options.machines, partial(_run_here, options), threads=threads)
+    sys.exit(options.check and not all(are_met))
 
 
 if __name__ == "__main__":

@@ -84,15 +84,7 @@ def link(arrays: list[Arrays]) -> None:
 
 def ours(arrays: list[Arrays]) -> tuple[rp_optim.AdamW, Callable[[], None]]:
     optimizer = rp_optim.AdamW([each.master for each in arrays], lr=1e-5)
-
-    def step() -> None:
-        link(arrays)
-        optimizer.step()
-        for each in arrays:
-            rp_optim.unlink(each.master)
-
-    step()
-    return optimizer, step
+    return optimizer, one_state(arrays, optimizer)
 
 
 def clipped(arrays: list[Arrays], optimizer: rp_optim.AdamW) -> tuple[Callable[[], None], Callable[[], None]]:

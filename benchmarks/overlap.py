@@ -18,17 +18,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
+from local_machines import results_of
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, profile
 from roundpipe.optim import AdamW
 from rp_dist import Machines
@@ -211,21 +211,14 @@ def run(rank: int, options: argparse.Namespace, say: Callable[[str], None]) -> b
         return is_met
 
 
-def _start(rank: int, port: int, options: argparse.Namespace, results: mp.SimpleQueue) -> None:
-    place = {"RANK": rank, "WORLD_SIZE": options.machines, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    torch.set_num_threads(1)
-    results.put(run(rank, options, print if rank == 0 else lambda _: None))
+def _run_here(options: argparse.Namespace, rank: int) -> bool:
+    return run(rank, options, print if rank == 0 else lambda _: None)
 
 
 def main() -> None:
     """Start the processes."""
     options = arguments()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_start, (port, options, results), nprocs=options.machines)
-    sys.exit(options.check and not all(results.get() for _ in range(options.machines)))
+    sys.exit(options.check and not all(results_of(options.machines, partial(_run_here, options))))
 
 
 if __name__ == "__main__":
