@@ -8,7 +8,7 @@ import itertools
 import threading
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -18,7 +18,7 @@ from optree import PyTreeSpec
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as torch_pytree
 
-from rp_batch.errors import DepthError
+from rp_batch.endless import find_endless
 from rp_batch.records import close_record, is_record, open_record
 from rp_batch.same import same
 
@@ -32,8 +32,6 @@ _Class = TypeVar("_Class", bound=type)
 _NAMESPACE = "rp_batch"
 # optree's type stubs are too narrow: at run time it accepts any hashable metadata.
 _register_node = cast("Callable[..., object]", getattr(optree, "register_pytree_node"))  # noqa: B009
-# How many levels of a path an error shows for a tree that is too deep.
-_SHOWN_LEVELS = 12
 _registering = threading.Lock()
 _registered: set[type] = set()
 # Torch registers its sizes as nodes, but rebuilds them as plain tuples, which have no `numel`.
@@ -96,7 +94,7 @@ def flatten_named(tree: Tree, *roots: str) -> tuple[list[Any], TreeDef]:
         leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
     except RecursionError as error:
         # If no cycle is found, a node's own code recursed: raise its error.
-        raise _find_endless(tree, roots) or error from None
+        raise find_endless(tree, roots, _steps, optree.MAX_RECURSION_DEPTH) or error from None
     if _register_nodes(leaves):
         return flatten_named(tree, *roots)
     return leaves, treedef
@@ -233,60 +231,14 @@ def children(tree: Tree) -> Children | None:
     return Children(tuple(map(_name, entries)), steps, tuple(values), treedef)
 
 
+def _steps(tree: Tree) -> Iterable[tuple[str, Any]]:
+    node = children(tree)
+    return () if node is None else zip(node.steps, node.values, strict=True)
+
+
 def rebuild(node: Children, values: Iterable[Any]) -> Tree:
     """Build a node like `node`, with other children."""
     return node.treedef.unflatten(values)
-
-
-# --- Cycles and depth -------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Level:
-    """A node on the current path, the step from its parent, and the children not visited yet."""
-
-    node: Any
-    step: str
-    rest: Iterator[tuple[str, Any]]
-
-
-def _find_endless(tree: Tree, roots: Sequence[str]) -> DepthError | None:
-    """Return an error for the first node that is its own ancestor or too deep; None if there is none.
-
-    Depth first, in the order of `flatten`, without recursion.
-    """
-    path = [_level(tree, "")]
-    while path:
-        step, node = next(path[-1].rest, ("", None))
-        if not step:
-            path.pop()
-            continue
-        above = [level.node is node for level in path]
-        path.append(_level(node, step))
-        if True in above:
-            start = _written(path[: above.index(True) + 1], roots) or "the whole tree"
-            return DepthError(_written(path, roots), f"must not be {start}, which contains it; break the cycle")
-        if len(path) > optree.MAX_RECURSION_DEPTH:
-            return DepthError(
-                f"{_written(path[:_SHOWN_LEVELS], roots)}...",
-                f"a tree must not have more than {optree.MAX_RECURSION_DEPTH} levels, but this one has more; "
-                "pass a list of its nodes, or mark their class with rp_batch.leaf",
-            )
-    return None
-
-
-def _level(node: Any, step: str) -> _Level:
-    opened = children(node)
-    return _Level(node, step, iter(()) if opened is None else zip(opened.steps, opened.values, strict=True))
-
-
-def _written(path: Sequence[_Level], roots: Sequence[str]) -> str:
-    """Return the path of the last node on the path from the root."""
-    steps = [level.step for level in path[1:]]
-    if len(roots) > 1 and steps:
-        names = {f"[{index}]": name for index, name in enumerate(roots)}
-        return names[steps[0]] + "".join(steps[1:])
-    return "".join((*roots[:1], *steps))
 
 
 # --- Nodes that optree does not know: torch's registry and records ----------------------------------------------
