@@ -173,7 +173,7 @@ def test_the_end_waits_for_the_thread_that_breaks_connections(monkeypatch: pytes
     telling, may_tell, may_break = (threading.Event() for _ in range(3))
     order: list[str] = []
     monkeypatch.setattr(control, "tell", lambda _: (telling.set(), may_tell.wait(30)))
-    control.on_loss = lambda: (may_break.wait(30), order.append("broken"))
+    control.ending.on_loss = lambda: (may_break.wait(30), order.append("broken"))
     loses = threading.Thread(target=control.give_up, args=(1, "a test"))
     ends = threading.Thread(target=lambda: (control.end(), order.append("ended")))
 

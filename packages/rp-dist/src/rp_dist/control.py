@@ -15,21 +15,22 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from rp_dist.admission import Admission
-from rp_dist.errors import Closed, Disagreement, DistError, MachineLost
+from rp_dist.ending import Ending, why_lost
+from rp_dist.errors import Disagreement, DistError, MachineLost
 from rp_dist.heard import Heard
 from rp_dist.links import interfaces
 from rp_dist.links.door import Door, Unknown
-from rp_dist.links.frames import Forged, Link
+from rp_dist.links.frames import Link
 from rp_dist.links.introduce import introduce
 from rp_dist.links.secret import Secret
 from rp_dist.links.values import encode
 from rp_dist.messages import Hello, Lost, Refused, Welcome, parsed
 
 _LOG = logging.getLogger(__name__)
-ENDED = "its process ended, or its connection was reset"
 SILENT = "it lives, but took no part in an exchange for"
 # When a process ends, transfers may fail a moment before its control socket tells which one it was.
 GRACE_S = 0.5
@@ -47,7 +48,7 @@ class Control:
     if its socket closes before it has said goodbye. The first machine to notice tells the others, so that all name
     the same one.
 
-    `on_loss`: called once, on a separate thread, when a machine is lost. `waited_s`: returns how long a transfer
+    `ending`: whether, and with what error, the machines' work has ended. `waited_s`: returns how long a transfer
     from a machine has been waited for, since a machine that has said goodbye will not deliver it. `patience_s`:
     how long a machine that is alive may delay an exchange; None for no limit.
     """
@@ -58,26 +59,23 @@ class Control:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         # The name of this run, which anybody may know, and the key of its messages' codes.
         self.run, self.secret = run, secret or Secret.made()
-        self.on_loss: Callable[[], None] = _nothing
         self.waited_s: Callable[[int], float] = _not_at_all
         self.patience_s: float | None = None
         # What other machines have said, and who they are.
         self.heard = Heard()
         self._admission = Admission(rank, size)
         self._beat_s = min(1.0, timeout_s / 10)
-        self._changed = threading.Condition()
+        self.ending = Ending()
+        self._changed = self.ending.changed
         self._links: dict[int, Link] = {}
         # Where this machine listens; None for all addresses, or if it does not.
         self.address: str | None = None
         self._door: Door | None = None
         self._remarks: list[str] = []
-        self._error: DistError | None = None
-        self._has_ended = False
         self._selector = selectors.DefaultSelector()
         self._wakes, self._woken = socket.socketpair()
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
-        self._aborting: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="rp-dist-control", daemon=True)
 
     def start(self) -> None:
@@ -141,23 +139,16 @@ class Control:
 
     def raise_error(self) -> None:
         """Raise the error that ended the machines' work, if there is one."""
-        if (error := self._error) is not None:
-            raise _again(error)
-        if self._has_ended:
-            raise Closed("the machines are closed; open them again")
+        self.ending.raise_error()
 
     @property
     def error(self) -> DistError | None:
         """The error that ended the machines' work; None if there is none."""
-        return self._error
+        return self.ending.error
 
     def wait(self, is_so: Callable[[], bool], seconds: float | None = None) -> bool:
         """Wait until `is_so()`, at most `seconds`; return whether it is. Raises at once if a machine is lost."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or self._has_ended or is_so(), seconds)
-            if not (answer := is_so()):
-                self.raise_error()
-            return answer
+        return self.ending.wait(is_so, seconds)
 
     def missing(self) -> list[int]:
         """Return the ranks that have no link yet."""
@@ -213,11 +204,11 @@ class Control:
     def give_up(self, rank: int, why: str) -> None:
         """Declare a machine lost, on this and all other machines; only the first declaration counts."""
         why = why if len(why) < _MOST_TEXT else f"{why[:_MOST_TEXT]} ..."
-        self._end_with(MachineLost(rank, why), tell=["lost", rank, why])
+        self.ending.end_with(MachineLost(rank, why), partial(self.tell, ["lost", rank, why]))
 
     def refuse(self, why: str) -> None:
         """End with a `Disagreement` on this machine only."""
-        self._end_with(Disagreement(why), tell=None)
+        self.ending.end_with(Disagreement(why))
 
     def fail(self, reason: str) -> None:
         """Tell the others that this machine ends with an error."""
@@ -234,42 +225,16 @@ class Control:
 
     def end(self) -> None:
         """End the thread and close the sockets, whatever the others do. May be called twice."""
-        with self._changed:
-            self._has_ended = True
-            self._changed.notify_all()
+        self.ending.end()
         self._wake()
-        for thread in (self._thread, self._aborting):
-            if thread is not None and thread.is_alive():
-                thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.ending.join()
 
     def dispose(self) -> None:
         """Close what was opened here, if the thread never started."""
-        self._has_ended = True
+        self.ending.end()
         self._shut()
-
-    def _end_with(self, error: DistError, tell: object) -> None:
-        with self._changed:
-            if self._error is not None or self._has_ended:
-                return
-            self._error = error
-            # Stored so that `end` joins it: a thread inside gloo when the interpreter ends would abort the
-            # process.
-            others_told = threading.Event()
-            self._aborting = threading.Thread(
-                target=self._abort, args=(others_told,), name="rp-dist-abort", daemon=True
-            )
-            self._aborting.start()
-            self._changed.notify_all()
-        try:
-            if tell is not None:
-                self.tell(tell)
-        finally:
-            others_told.set()
-
-    def _abort(self, others_told: threading.Event) -> None:
-        # Break connections only after the others have been told of the loss.
-        others_told.wait()
-        self.on_loss()
 
     # The thread
 
@@ -285,7 +250,7 @@ class Control:
 
     def _serve_until_the_end(self) -> None:
         beat_at = time.monotonic()
-        while not self._has_ended:
+        while not self.ending.has_ended:
             for link in list(self._links.values()):
                 self._select_events(link)
             is_crowded = self._door is not None and self._door.is_busy
@@ -300,7 +265,7 @@ class Control:
     def _look_after_door(self) -> None:
         if self._door is None:
             return
-        if self.missing() and self._error is None:
+        if self.missing() and not self.ending.has_error:
             self._door.sweep()
         else:
             # Nobody else may come now, so nobody else takes files or time.
@@ -368,7 +333,7 @@ class Control:
             if link is None or link.rank is None:
                 door.drop(unknown, f"it did not introduce itself ({type(error).__name__})")
             else:
-                self._drop_link(link, _fault(error))
+                self._drop_link(link, why_lost(error))
 
     def _serve_link(self, link: Link, mask: int) -> None:
         if mask & selectors.EVENT_WRITE:
@@ -381,7 +346,7 @@ class Control:
         except BlockingIOError:
             return
         except Exception as error:
-            self._drop_link(link, _fault(error))
+            self._drop_link(link, why_lost(error))
 
     def _drop_link(self, link: Link, why: str) -> None:
         # First, so that this machine learns why it is given up, if it still can.
@@ -411,13 +376,13 @@ class Control:
         hello = parsed(message)
         if not isinstance(hello, Hello):
             raise ValueError("not a hello")
-        if self.heard.left or self._error is not None:
+        if self.heard.left or self.ending.has_error:
             door.drop(unknown, "it came after the end")  # a machine that is opening again already
             return False
         if (why := self._admission.refusal(hello)) is not None:
             link.send(["refused", why])
             door.drop(unknown, why)
-            self._end_with(Disagreement(why), tell=["refused", why])
+            self.ending.end_with(Disagreement(why), partial(self.tell, ["refused", why]))
             return False
         link.rank = hello.rank
         self._admission.admit(hello, unknown.address)
@@ -439,24 +404,6 @@ class Control:
         self._woken.close()
 
 
-def _fault(error: Exception) -> str:
-    """Return why a machine is lost whose link ended with an error."""
-    if isinstance(error, Forged):
-        return f"its connection carried {error}: somebody changed or added to what it sent"
-    if isinstance(error, OSError):
-        return ENDED
-    return f"it sent what is no message ({type(error).__name__}: {reprlib.repr(str(error))})"
-
-
-def _again(error: DistError) -> DistError:
-    # If several threads raised one object, it would collect the tracebacks of all.
-    return MachineLost(error.rank, error.why) if isinstance(error, MachineLost) else type(error)(*error.args)
-
-
 def _not_at_all(_: int) -> float:
     """Return the waiting time of transfers before there are any."""
     return 0.0
-
-
-def _nothing() -> None:
-    """Do nothing on a loss before there are transfers."""

@@ -55,7 +55,7 @@ class Machines:
         self._chunk_bytes = chunk_bytes
         self._is_closed = False
         self._sent_before, self._received_before = wire.sent_bytes, wire.received_bytes
-        control.on_loss = wire.abort
+        control.ending.on_loss = wire.abort
         # Separate lanes, so that outgoing copies do not wait for incoming ones.
         self._lanes = {name: TransferQueue(name, wire) for name in ("send", "give", "gather", "pass")}
         others = max(1, self.size - 1)
@@ -94,7 +94,8 @@ class Machines:
         opening = Opening(Membership.found(), timeout_s)
         control = opening.meet()
         wire = Wire([], control, patience_s)
-        control.on_loss, control.waited_s, control.patience_s = wire.abort, wire.waited_s, patience_s
+        control.ending.on_loss = wire.abort
+        control.waited_s, control.patience_s = wire.waited_s, patience_s
         settings: dict[str, Fact] = {
             "connections": connections,
             "timeout_s": timeout_s,
