@@ -18,7 +18,7 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from roundpipe.optim import AdamW
 from rp_recompute.randomness import draw_seed, mix
 from rp_sched import Plan
-from rp_state.model_state import MasterKind
+from rp_state.options import MasterKind
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("small_departures")

@@ -4,7 +4,7 @@ from rp_recompute.precision import may_use_cudnn
 from rp_state.frozen.store import FrozenDisk, FrozenStore
 from rp_state.layers import PinMode
 from rp_state.master import unrounded
-from rp_state.model_state import MasterKind
+from rp_state.options import MasterKind
 
 from rp_engine.device.entrance import Entrance, entrance_of
 from rp_engine.device.lazy_hooks import register_lazy_hooks

@@ -11,8 +11,9 @@ from rp_state.frozen.store import FrozenDisk, FrozenStore
 from rp_state.gradient import Gradient
 from rp_state.health import Health
 from rp_state.layers import LayerState, PinMode
-from rp_state.model_state import HostOptions, MasterKind, ModelState
+from rp_state.model_state import ModelState
 from rp_state.modules.habits import Habits
+from rp_state.options import HostOptions, MasterKind
 from rp_state.shards import Owners, Segment, Shards, Undivided
 
 __version__ = "0.1.0"

@@ -8,7 +8,7 @@ import torch
 from rp_optim import GradientPair, add_to_pair
 from rp_transfer import Backend, Conveyor, Layout, Turns
 
-from rp_state.passed_memory import GradientMemory, OwnMemory, PassedMemory
+from rp_state.memory.passed_memory import GradientMemory, OwnMemory, PassedMemory
 from rp_state.shards import Segment
 
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import replace
 
 import torch
-from rp_optim import Disk, Remainders
+from rp_optim import Remainders
 from rp_transfer import Backend, Turns
 
 from rp_state.block import Block
 from rp_state.codes.layout import CodedLayout, coded_indices
 from rp_state.errors import Stale
-from rp_state.frozen.store import FrozenDisk, FrozenStore
+from rp_state.frozen.store import FrozenStore
 from rp_state.halves import TellsWhole, can_split, same_bits, tell_kept_whole
 from rp_state.health import Health
-from rp_state.layers import Foresee, PinMode, build_layers
+from rp_state.layers import Foresee, build_layers
 from rp_state.master import (
     CONSUMED,
     PENDING,
@@ -32,19 +31,11 @@ from rp_state.master import (
     watch_reads,
     watch_whole,
 )
+from rp_state.memory.passed_memory import PassedMemory, sharing
 from rp_state.modules.habits import Habits
 from rp_state.modules.signature import attributes, grad_flags, signature, training_flags, walk
-from rp_state.passed_memory import PassedMemory, sharing
+from rp_state.options import Coded, HostOptions
 from rp_state.shards import Owners
-
-MasterKind = Literal["whole", "split"]
-Coded = Callable[[Sequence[torch.nn.Module]], frozenset[int]]
-"""Returns the ids of the weights of a row of modules whose FP8 codes are published."""
-
-
-def code_none(modules: Sequence[torch.nn.Module]) -> frozenset[int]:
-    """No codes are published: see `Coded`."""
-    return frozenset()
 
 
 class _MissingWarning:
@@ -66,32 +57,6 @@ class _MissingWarning:
             return None
         self._is_told = True
         return CONSUMED if state.options.steps_in_backward else PENDING
-
-
-@dataclass(frozen=True, slots=True)
-class HostOptions:
-    """A model's options for its weights on the host, as passed to `RoundPipe`.
-
-    `optim_dtype`: the masters' dtype; None for the weights'. `double_buffer`: whether trained weights have second
-    blocks; None if the engine decides, before the first step. `master`: whether bf16 weights are the upper halves
-    of their masters. `disk`: where the lower halves are; None for memory. `steps_in_backward`: the optimizer steps
-    during each training call, and layers pass their gradients' memory on. `frozen`: where the frozen weights are;
-    None for memory. `coded`: which weights' FP8 codes are published, too.
-    """
-
-    pin: PinMode = "alloc"
-    optim_dtype: torch.dtype | None = None
-    double_buffer: bool | None = None
-    master: MasterKind = "whole"
-    steps_in_backward: bool = False
-    disk: Disk | None = None
-    frozen: FrozenDisk | None = None
-    coded: Coded = code_none
-
-    @property
-    def will_train(self) -> bool:
-        """Whether the model is wrapped to be trained, rather than perhaps: its masters have a dtype."""
-        return self.optim_dtype is not None
 
 
 class ModelState:

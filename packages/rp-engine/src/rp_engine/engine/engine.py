@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import rp_batch
 import torch
 from rp_sched import LaunchDecision, LayerCost, Mode, Plan
-from rp_state.model_state import HostOptions
+from rp_state.options import HostOptions
 from rp_telemetry.call_time import CallTime
 from rp_telemetry.tracing import in_call
 from torch import nn

@@ -11,8 +11,9 @@ import torch
 from rp_optim.jobs import Outcome
 from rp_sched import Task
 from rp_state.block import Block
-from rp_state.model_state import HostOptions, ModelState
+from rp_state.model_state import ModelState
 from rp_state.modules.ownership import Claim
+from rp_state.options import HostOptions
 from rp_telemetry.tracing import Tracer
 from rp_transfer import Ticket
 from torch import nn

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from rp_state.block import Block
-from rp_state.model_state import HostOptions
+from rp_state.options import HostOptions
 from torch import nn
 
 from rp_engine.engine.host_parameters import HostParameters

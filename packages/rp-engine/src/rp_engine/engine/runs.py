@@ -12,7 +12,7 @@ from rp_packing import Decision, Fp8
 from rp_recompute.randomness import Randomness, draw_seed, may_draw_seed, peek_seed
 from rp_sched import Mode, Task
 from rp_state.block import Block
-from rp_state.model_state import HostOptions, code_none
+from rp_state.options import HostOptions, code_none
 from torch import nn
 
 from rp_engine.device.compiling import Eager

@@ -8,7 +8,7 @@ from functools import partial
 
 from rp_packing import Fp8, by_name, choose, codes_bytes, fp8_refusal, only_multiplied
 from rp_state.block import Block
-from rp_state.model_state import Coded, code_none
+from rp_state.options import Coded, code_none
 from torch import nn
 
 from rp_engine.device.entrance import entrance_of

@@ -13,8 +13,9 @@ from rp_state.gradient import sum_dtype
 from rp_state.halves import can_split
 from rp_state.layers import goes_to_disk, moves
 from rp_state.master import is_split, master_bytes
-from rp_state.model_state import HostOptions, MasterKind, ModelState
-from rp_state.passed_memory import sharing
+from rp_state.memory.passed_memory import sharing
+from rp_state.model_state import ModelState
+from rp_state.options import HostOptions, MasterKind
 from rp_state.shards import Owners, Undivided
 from rp_transfer import Group
 

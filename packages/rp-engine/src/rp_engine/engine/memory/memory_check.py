@@ -16,7 +16,8 @@ from rp_state.block import Block
 from rp_state.halves import can_split
 from rp_state.layers import moves
 from rp_state.master import is_split, master_bytes
-from rp_state.model_state import HostOptions, ModelState
+from rp_state.model_state import ModelState
+from rp_state.options import HostOptions
 from rp_state.shards import Owners
 from rp_transfer import Group, MappedFiles, give_back_freed
 from torch.optim import Optimizer
