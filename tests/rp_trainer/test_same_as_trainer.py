@@ -44,6 +44,48 @@ def test_losses_rates_norms_and_weights_are_the_same(tmp_path, options, accumula
     assert all(not torch.equal(value, start[name]) for name, value in weights(found).items())
 
 
+def in_tensorboard(folder: Path) -> dict[tuple[str, int], float]:
+    """The numbers of all files of events, by their names and steps."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found: dict[tuple[str, int], float] = {}
+    for file in folder.rglob("events.out.*"):
+        events = EventAccumulator(str(file))
+        events.Reload()
+        for name in events.Tags()["scalars"]:
+            found |= {(name, event.step): event.value for event in events.Scalars(name)}
+    return found
+
+
+def test_tensorboard_has_each_number_of_each_row_and_those_of_the_unchanged_trainer(
+    tmp_path, options, monkeypatch
+):
+    pytest.importorskip("tensorboard")
+    settings = {**EVALUATED, "report_to": ["tensorboard"], "include_num_input_tokens_seen": "all"}
+    files: list[dict[tuple[str, int], float]] = []
+    for kind, given in ((Trainer, {}), (RoundPipeTrainer, {"roundpipe": options})):
+        monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / kind.__name__))
+        found = script(kind, tmp_path, {**settings, "num_train_epochs": 1}, **given)
+        files.append(in_tensorboard(tmp_path / kind.__name__))
+        rows = {
+            (f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}", line["step"]): value
+            for line in found.state.log_history
+            for name, value in line.items()
+            if name != "step"
+        }
+        # TensorBoard's numbers have 32 bits.
+        assert files[-1] == pytest.approx(rows, rel=1e-6)
+
+    wanted, ours = files
+    assert wanted.keys() == ours.keys()
+    told = {"train/loss", "train/grad_norm", "train/learning_rate", "train/epoch", "eval/loss"}
+    assert told | {"train/num_input_tokens_seen"} <= {name for name, _ in ours}
+    same = [place for place in ours if not place[0].endswith(("runtime", "per_second"))]
+    assert {place: ours[place] for place in same} == pytest.approx(
+        {place: wanted[place] for place in same}, rel=1e-4
+    )
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The arguments of all calls of a training so far."""
