@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from roundpipe import AutoRoundPipe, RoundPipeRunConfig, Runtime, TrainingWarnin
 from roundpipe import wrap_model_to_roundpipe as wrap
 from roundpipe.optim import AdamW
 from rp_calls.dividing.rows import rows_of
+from rp_calls.dividing.trial import Trial
 from rp_engine.errors import BoundaryError, Busy, HostMemoryShort, MachineFailed
 from rp_sched import Plan
 from torch import nn
@@ -374,6 +376,37 @@ def test_a_trial_leaves_buffers_and_generators_as_they_were(two):
 
     assert count == wanted_count == 1
     assert all(map(torch.equal, numbers, wanted))
+
+
+def test_no_other_thread_comes_between_the_runs_of_a_trial(two, monkeypatch):
+    model = wrap(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), runtime=two, model_run_config=THREE)
+    outputs, found, threads = Trial.outputs, [], []
+
+    def begin(call):
+        def run():
+            try:
+                found.append(call())
+            except Busy as error:
+                found.append(error)
+
+        threads.append(threading.Thread(target=run))
+        threads[-1].start()
+
+    def between(trial, parts):
+        if not threads:
+            # Another call is refused; what reads the model waits until the trial is over.
+            begin(lambda: model(torch.ones(6, 4)))
+            threads[0].join()
+            begin(model.state_dict)
+        result = outputs(trial, parts)
+        assert threads[1].is_alive()
+        return result
+
+    monkeypatch.setattr(Trial, "outputs", between)
+    model(torch.randn(6, 4))
+    threads[1].join()
+    assert isinstance(found[0], Busy)
+    assert isinstance(found[1], dict)
 
 
 def test_other_sizes_are_no_reason_for_another_trial_but_equal_sizes_are(two):

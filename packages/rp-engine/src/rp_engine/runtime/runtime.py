@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 
 _Result = TypeVar("_Result")
+_BUSY = "another thread is inside a call on this runtime; call its models from one thread at a time"
 
 
 class Runtime:
@@ -99,6 +100,8 @@ class Runtime:
         self._visit = threading.Lock()
         # Whether the body that the launcher runs is that of a call.
         self._in_call = False
+        # The thread whose calls are one for all others.
+        self._owner: int | None = None
         self.closed = False
         self.peers: Peers = ALONE
         self._has_ended = False
@@ -135,14 +138,17 @@ class Runtime:
         """Raise `RoundPipeError`, `Busy` or `Closed` if this thread may not launch now."""
         self.refuse_forked()
         self._refuse_own_threads()
-        if self._visit.locked():
+        self._refuse_others_turn()
+        if self._visit.locked() and self._owner is None:
             with self._visit:
                 pass
         if self._launch.locked() and self._in_call:
-            raise Busy(
-                "another thread is inside a call on this runtime; call its models from one thread at a time"
-            )
+            raise Busy(_BUSY)
         self._refuse_closed()
+
+    def _refuse_others_turn(self) -> None:
+        if self._owner not in (None, threading.get_ident()):
+            raise Busy(_BUSY)
 
     def _refuse_closed(self) -> None:
         if self.closed:
@@ -155,7 +161,20 @@ class Runtime:
     def launch(self, body: Callable[[], _Result]) -> _Result:
         """Run `body` on the launcher's thread, holding the launch lock; return its result or raise its error."""
         with self.launching():
+            # Another thread's calls may have begun while this one waited.
+            self._refuse_others_turn()
             return self._launcher.run(partial(self._call, body))
+
+    @contextmanager
+    def as_one_call(self) -> Generator[None]:
+        """Refuse the calls of other threads, and let visits wait, while this thread makes several as one."""
+        self.refuse()
+        with self._visit:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
 
     def launch_later(self, body: Callable[[], object]) -> None:
         """Run `body` on the launcher's thread, before later calls, and return at once."""

@@ -26,6 +26,7 @@ def aside(host: HostParameters, runtime: Runtime, *, is_compiled: bool) -> Gener
     start from. `is_compiled`: layers run uncompiled inside, since other sizes would be compiled anew.
     """
     with ExitStack() as stack:
+        stack.enter_context(runtime.as_one_call())
         stack.enter_context(torch.no_grad())
         if is_compiled:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
