@@ -33,10 +33,10 @@ from rp_engine.device.memory.call_size import CallSize
 from rp_engine.engine.memory.activation_memory import ActivationMemory, ExpectedActivations
 from rp_engine.engine.memory.memory_check import HostMemoryCheck
 from rp_engine.estimates import HostBytes
-from rp_engine.runtime import host_limit
-from rp_engine.runtime.host_limit import VARIABLE, current_limit, parse_bytes
 from rp_sched import Task
 from rp_transfer import HostLimit
+from rp_transfer.memory import given_limit
+from rp_transfer.memory.given_limit import VARIABLE, current_limit, parse_bytes
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -425,7 +425,7 @@ def test_a_given_limit_is_what_the_whole_process_may_use() -> None:
 
 
 def test_mapped_files_do_not_use_up_a_given_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_limit, "resident_bytes", lambda *, with_files=True: 900 if with_files else 300)
+    monkeypatch.setattr(given_limit, "resident_bytes", lambda *, with_files=True: 900 if with_files else 300)
     assert current_limit(1000).free_bytes == 700
 
 

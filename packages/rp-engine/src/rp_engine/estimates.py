@@ -4,6 +4,7 @@ from rp_state.codes.layout import coded_indices, device_nbytes
 from rp_state.shards import Owners, Shards, Undivided
 from rp_telemetry.measurements import Rates
 from rp_telemetry.tables import readable_bytes
+from rp_transfer import current_limit, parse_bytes
 
 from rp_engine.device.memory.call_size import rows_of
 from rp_engine.engine.memory.activation_memory import held_at_once
@@ -19,7 +20,6 @@ from rp_engine.planning.pricing import (
     in_place,
 )
 from rp_engine.planning.probe import probe
-from rp_engine.runtime.host_limit import current_limit, parse_bytes
 from rp_engine.runtime.runtime import num_cores
 
 # Its name in 0.1.0.

@@ -34,6 +34,7 @@ from rp_transfer.errors import (
 )
 from rp_transfer.memory.blocks import Group, Kind, Layout, TensorExtent, group, inner_tensors, tensors_of
 from rp_transfer.memory.files import FileRange, GivingBack, MappedFiles, is_written
+from rp_transfer.memory.given_limit import current_limit, parse_bytes
 from rp_transfer.memory.limits import HostLimit, host_limits, resident_bytes, tightest
 from rp_transfer.memory.pages import give_back_freed
 from rp_transfer.memory.raw import bytes_of
@@ -82,6 +83,7 @@ __all__ = [
     "Turns",
     "Unordered",
     "bytes_of",
+    "current_limit",
     "default_devices",
     "give_back_freed",
     "group",
@@ -91,6 +93,7 @@ __all__ = [
     "is_written",
     "local_processes",
     "open_backend",
+    "parse_bytes",
     "parse_devices",
     "resident_bytes",
     "tensors_of",

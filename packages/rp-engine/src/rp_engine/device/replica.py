@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import rp_batch
 import torch
@@ -22,15 +23,15 @@ from rp_state.block import Block
 from rp_state.codes.layout import CodedWeight
 from rp_state.gradient import sum_dtype
 from rp_state.layers import LayerState
-from rp_state.modules.signature import has_hooks as is_hooked
 
 from rp_engine.device.compiling import EAGER, Eager
 from rp_engine.device.entrance import entrance_of
 from rp_engine.device.lazy_hooks import register_lazy_hooks
 from rp_engine.device.memory.fp8_twins import Fp8Products, Fp8Twins
 from rp_engine.device.memory.graph_store import GraphStore
-from rp_engine.device.parametrizing import cache_by_thread, parametrizes_in_forward
+from rp_engine.device.parametrizing import cache_by_thread
 from rp_engine.device.saved_data import prepares
+from rp_engine.device.twins.content import GOT_GRADIENT, TwinContent, hidden_in, named_modules
 from rp_engine.errors import in_words
 
 _HOOK_TABLES = (
@@ -42,12 +43,6 @@ _HOOK_TABLES = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-
-
-def named_modules(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """``module.named_modules(prefix=prefix)`` with complete types."""
-    named = module.named_modules(prefix=prefix)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    return cast("Iterator[tuple[str, torch.nn.Module]]", named)
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
@@ -84,15 +79,9 @@ class Twins:
         # Where the tensors of each block are.
         self._memory: dict[Block, torch.Tensor] = {}
         self._flags: dict[int, tuple[bool, ...]] = {}
-        self._parts: dict[int, list[_Part]] = {}
-        # Each twin's modules in the order of the host layer's ``modules()``, so that `check` needs no walk; and
-        # the contents of their tables when the twin was built.
-        self._owners: dict[int, list[torch.nn.Module]] = {}
-        self._content: dict[int, list[object]] = {}
-        # Parameters with their version counters, which binding leaves as they are.
-        self._versions: dict[int, list[tuple[str, torch.Tensor, int]]] = {}
+        self._contents: dict[int, TwinContent] = {}
         self._prepares: dict[int, bool] = {}
-        # Copies of tensors that require grad and that a layer holds without registering them.
+        # Copies of tensors that require grad and that a layer just copied holds without registering them.
         self._hidden: dict[int, list[torch.Tensor]] = {}
         # Twins whose layer changed them in forward.
         self._spoilt: set[int] = set()
@@ -130,10 +119,7 @@ class Twins:
 
     def _note_parts(self, index: int) -> None:
         module = self._modules[index]
-        self._parts[index] = list(_parts(module))
-        self._owners[index] = list(module.modules())
-        self._content[index] = _content(self._owners[index])
-        self._versions[index] = [(name, one, one._version) for name, one in _watched(module)]
+        self._contents[index] = TwinContent(self._layers[index], module, self._hidden.pop(index))
         self._prepares[index] = prepares(module)
 
     def prepares(self, index: int) -> bool:
@@ -145,7 +131,7 @@ class Twins:
         twin = self._modules[index]
         if self._flags.get(index) != training:
             # In the order of building: forward may since have removed a module and added it again at the end.
-            for module, flag in zip(self._owners[index], training, strict=True):
+            for module, flag in zip(self._contents[index].owners, training, strict=True):
                 module.training = flag
             self._flags[index] = training
         return twin
@@ -178,41 +164,8 @@ class Twins:
         return rp_batch.map_leaves(lambda leaf: leaf.detach() if is_weight(leaf) else leaf, output)
 
     def check(self, index: int) -> None:
-        """Refuse a layer whose forward wrote a parameter or added, replaced or removed a tensor or module.
-
-        Nor may it give a parameter a gradient or a hook, or use an unregistered tensor that requires grad. Only
-        the twin would change, not the host layer. Raises `TypeError` that names the layer and the change. The twin
-        is rebuilt for the next call.
-        """
-        for copied in self._hidden[index]:
-            if copied.grad is not None:
-                self._spoilt.add(index)
-                raise TypeError(_HIDDEN.format(self._layers[index], type(copied).__name__, tuple(copied.shape)))
-        for name, parameter, version in self._versions[index]:
-            if parameter._version != version:
-                self._spoilt.add(index)
-                raise TypeError(_WRITTEN.format(index, name))
-            if parameter.grad is not None:
-                raise TypeError(_GOT_GRADIENT.format(f"layer {index}", repr(name)))
-            if is_hooked(parameter):
-                self._drop_hooks(index)
-                raise TypeError(_HOOKED.format(index, name))
-        content = _content(self._owners[index])
-        if content == self._content[index]:
-            return
-        before, now = self._parts[index], list(_parts(self._modules[index]))
-        changed = [
-            part
-            for part, others in [*((part, now) for part in before), *((part, before) for part in now)]
-            if not any(_same(part, other) for other in others)
-        ]
-        if not changed:
-            # Removed and added again: the same parts in another order.
-            self._content[index] = content
-            return
-        self._spoilt.add(index)
-        kind, name, _ = changed[0]
-        raise TypeError(_refusal(index, kind, name, was_there=name in [part[1] for part in before]))
+        """Refuse what a layer did to its twin alone in forward, see `TwinContent`; it is rebuilt for the next call."""
+        self._contents[index].check(partial(self.spoil, index))
 
     def parts(self, index: int) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Module]]:
         """The modules of a layer's twin: name, the twin's, and the host's."""
@@ -223,13 +176,6 @@ class Twins:
     def spoil(self, index: int) -> None:
         """Have a twin rebuilt for the next call, since its layer has changed it."""
         self._spoilt.add(index)
-
-    def _drop_hooks(self, index: int) -> None:
-        for _, parameter, _ in self._versions[index]:
-            for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-                table: dict[int, object] | None = getattr(parameter, name, None)
-                if table:
-                    table.clear()
 
     def bind(self, block: Block, memory: torch.Tensor) -> None:
         """Point the twins' tensors of this block at device memory: (numel,)."""
@@ -313,7 +259,7 @@ class Twins:
                 f"layer {layer.index} ({type(layer.module).__name__}) cannot be copied to a device: copy.deepcopy "
                 f"raised {in_words(error)}; keep locks, files and streams out of layers"
             ) from error
-        self._hidden[layer.index] = _hidden(memo, known)
+        self._hidden[layer.index] = hidden_in(memo, known)
         return found
 
     def _packed_twin(self, weight: PackedWeight) -> PackedTwin:
@@ -335,7 +281,7 @@ def attach(block: Block, twins: Sequence[torch.Tensor], sums: Sequence[torch.Ten
     """
     for twin, gradient in zip(twins, sums, strict=True):
         if twin.grad is not None:
-            raise TypeError(_GOT_GRADIENT.format(block, f"of shape {tuple(twin.shape)}"))
+            raise TypeError(GOT_GRADIENT.format(block, f"of shape {tuple(twin.shape)}"))
         # One that is frozen may stay in a trainable block for a while.
         if twin.requires_grad:
             twin.grad = gradient
@@ -350,77 +296,6 @@ def detach(twins: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]) -> None:
         if twin.grad is not None and twin.grad is not gradient:
             gradient.copy_(twin.grad)
         twin.grad = None
-
-
-# Kind ("module", "parameter" or "buffer"), dotted name, object.
-_Part = tuple[str, str, object]
-_Table = Mapping[str, object]
-
-_WRITTEN = (
-    "layer {0} wrote its parameter {1!r} in forward, which changes only the device's copy; write it between "
-    "calls, or make it a buffer (an nn.Embedding writes its weight if it has max_norm: create it without)"
-)
-_GOT_GRADIENT = (
-    "{0} gave its parameter {1} a gradient in forward, as backward() does there; compute gradients inside a layer "
-    "by torch.autograd.grad, which adds them to no parameter"
-)
-_HOOKED = (
-    "layer {0} registered a hook on its parameter {1!r} in forward, which stays on the device's copy; register it "
-    "on a module, or change gradients in the step function"
-)
-_HIDDEN = (
-    "{0} holds a {1} of shape {2} that requires grad and is none of its parameters, as in a list or as a plain "
-    "tensor; backward trained a copy on the device that nobody reads. Make it an nn.Parameter of the layer, which "
-    "may be another layer's, too, and put modules that the layer uses into an nn.ModuleList"
-)
-
-
-def _hidden(memo: Mapping[int, object], known: set[int]) -> list[torch.Tensor]:
-    """Return the copies of tensors that require grad and that are none of the layer's parameters."""
-    # Deepcopy keeps a list of what it has copied, in its memo.
-    originals = cast("list[object]", memo.get(id(memo), []))
-    copies = (memo[id(one)] for one in originals if isinstance(one, torch.Tensor) and id(one) not in known)
-    return [one for one in copies if isinstance(one, torch.Tensor) and one.requires_grad]
-
-
-def _parts(module: torch.nn.Module) -> Iterator[_Part]:
-    """Yield all submodules, parameters and buffers of a module."""
-    for name, owner in named_modules(module):
-        for kind, table in _tables(owner).items():
-            for own, part in table.items():
-                yield kind, f"{name}.{own}" if name else own, part
-
-
-def _tables(owner: torch.nn.Module) -> dict[str, _Table]:
-    return {"module": owner._modules, "parameter": owner._parameters, "buffer": owner._buffers}  # pyright: ignore[reportPrivateUsage] - no public view has empty places
-
-
-def _content(owners: Iterable[torch.nn.Module]) -> list[object]:
-    """Return the names and object ids in the tables of all owners. Ids are valid only while the objects exist."""
-    return [
-        (*table, *map(id, table.values()))
-        for held in map(vars, owners)
-        for table in (held["_modules"], held["_parameters"], held["_buffers"])
-        if table
-    ]
-
-
-def _same(one: _Part, other: _Part) -> bool:
-    return one[1] == other[1] and one[2] is other[2]
-
-
-def _refusal(index: int, kind: str, name: str, *, was_there: bool) -> str:
-    if kind == "buffer" and was_there:
-        what, instead = "replaced its buffer", f"write it in place, as in self.{name}.copy_(new)"
-    else:
-        what, instead = f"added, replaced or removed its {kind}", "do that between calls"
-    return f"layer {index} {what} {name!r} in forward; {instead}"
-
-
-def _watched(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters whose version counters tell whether forward writes them."""
-    parametrized = {one for part in module.modules() if parametrizes_in_forward(part) for one in part.parameters()}
-    return ((name, one) for name, one in module.named_parameters() if one not in parametrized)
 
 
 def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -17,14 +17,22 @@ from rp_optim import OptimizerThread
 from rp_sched import Assigner
 from rp_telemetry import tracing
 from rp_telemetry.measurements import Measurements
-from rp_transfer import Backend, Closed, HostLimit, HostUse, MemoryUse, local_processes, open_backend
+from rp_transfer import (
+    Backend,
+    Closed,
+    HostLimit,
+    HostUse,
+    MemoryUse,
+    current_limit,
+    local_processes,
+    open_backend,
+)
 
 from rp_engine.errors import Busy, RoundPipeError, TrainingWarning
 from rp_engine.peers.alone import ALONE
 from rp_engine.peers.opening import Connected, opened
 from rp_engine.peers.peers import Peers
 from rp_engine.runtime.at_exit import AT_EXIT
-from rp_engine.runtime.host_limit import current_limit
 from rp_engine.runtime.lane import Lane
 from rp_engine.runtime.launcher import Launcher, wait_until
 from rp_engine.runtime.switch_interval import quick_switching

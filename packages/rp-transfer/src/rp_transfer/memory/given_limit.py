@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from rp_transfer import HostLimit, host_limits, resident_bytes, tightest
+from rp_transfer.memory.limits import HostLimit, host_limits, resident_bytes, tightest
 
 VARIABLE = "ROUNDPIPE_HOST_MEMORY"
 _UNITS = {"": 1, "B": 1} | {

@@ -1,0 +1,1 @@
+"""What is known of a layer's twin on a device."""
