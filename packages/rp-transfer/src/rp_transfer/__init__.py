@@ -38,6 +38,7 @@ from rp_transfer.memory.given_limit import current_limit, parse_bytes
 from rp_transfer.memory.limits import HostLimit, host_limits, resident_bytes, tightest
 from rp_transfer.memory.pages import give_back_freed
 from rp_transfer.memory.raw import bytes_of
+from rp_transfer.memory.strides import Strides, gaps, in_order, laid_out, strided
 from rp_transfer.order.conveyor import Conveyor
 from rp_transfer.order.read_ahead import Expected, Piece, Reading, Source
 from rp_transfer.order.retain import Retainer
@@ -77,6 +78,7 @@ __all__ = [
     "Retainer",
     "Source",
     "Stream",
+    "Strides",
     "TensorExtent",
     "Ticket",
     "TransferError",
@@ -85,17 +87,21 @@ __all__ = [
     "bytes_of",
     "current_limit",
     "default_devices",
+    "gaps",
     "give_back_freed",
     "group",
     "host_limits",
+    "in_order",
     "inner_tensors",
     "is_out_of_memory",
     "is_written",
+    "laid_out",
     "local_processes",
     "open_backend",
     "parse_bytes",
     "parse_devices",
     "resident_bytes",
+    "strided",
     "tensors_of",
     "tightest",
 ]

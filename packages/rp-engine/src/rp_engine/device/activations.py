@@ -12,9 +12,8 @@ from typing import Any
 import rp_batch
 import torch
 from rp_telemetry.tracing import Tracer
-from rp_transfer import Backend, Event
+from rp_transfer import Backend, Event, Strides, gaps, in_order, laid_out, strided
 
-from rp_engine.device.memory.strides import Strides, gaps, in_order, laid_out, strided
 from rp_engine.device.packet import Alias, Packet, is_dense
 from rp_engine.runtime.lane import Lane
 

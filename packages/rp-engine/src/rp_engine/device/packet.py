@@ -8,9 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import rp_batch
 import torch
-from rp_transfer import Backend, Event
-
-from rp_engine.device.memory.strides import Strides, gaps, in_order, laid_out
+from rp_transfer import Backend, Event, Strides, gaps, in_order, laid_out
 
 Arrival = Callable[[Any], Event | None]
 

@@ -164,7 +164,7 @@ class Twins:
         return rp_batch.map_leaves(lambda leaf: leaf.detach() if is_weight(leaf) else leaf, output)
 
     def check(self, index: int) -> None:
-        """Refuse what a layer did to its twin alone in forward, see `TwinContent`; it is rebuilt for the next call."""
+        """Refuse what a layer did to its twin alone, see `TwinContent`; that is rebuilt for the next call."""
         self._contents[index].check(partial(self.spoil, index))
 
     def parts(self, index: int) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Module]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 from weakref import WeakSet
@@ -18,6 +18,7 @@ from rp_telemetry.tracing import Tracer
 from rp_transfer import Ticket
 from torch import nn
 
+from rp_engine.engine.host_codes import HostCodes
 from rp_engine.engine.host_gradients import HostGradients
 from rp_engine.engine.memory.memory_check import HostMemoryCheck
 from rp_engine.engine.model_read import ModelRead
@@ -74,8 +75,6 @@ class HostParameters:
         self.name = name
         self.predicted_bytes: int | None = None
         self.read_delay = 0
-        # The latest call that read codes did not train.
-        self._was_evaluated = False
         self._runtime = runtime
         self._modules = modules
         self._observer = observer
@@ -88,6 +87,7 @@ class HostParameters:
             f"wrapping model {name!r}", lambda: self._build(modules(), options)
         )
         runtime.states.add(self.state)
+        self.codes = HostCodes(self.state, self.memory_check, self.drain)
         self.gradients = HostGradients(name, self.state, runtime, self.shared)
         self._step_queue = StepQueue(name, self.state, runtime)
         self._under_way = UnderWay(observer.note_over)
@@ -300,39 +300,6 @@ class HostParameters:
     def note_read(self) -> None:
         """Record which step's weights the call that is launched now reads; call it after `get_ready`."""
         self.read_delay = int(self.state.unpublished)
-
-    def ready_codes(self, blocks: Collection[Block], *, training: bool) -> None:
-        """Have the codes of these blocks' weights be those of the weights that the next call reads.
-
-        Calls that do not train, and the next one that does, look for weights that were written past their version
-        counters, as by ``weight.data.copy_``.
-
-        Raises `HostMemoryShort` if they have none yet, and there is no memory for them.
-        """
-        if not all(block.codes.are_there for block in blocks):
-            self.memory_check.check_codes(self.state)
-            self.drain()
-            self.state.make_codes()
-        # Averaged weights are put in place so to be evaluated, and the trained ones put back. Otherwise in
-        # training the next step would undo it anyway, and waiting for the optimizer here would cost time.
-        looks, self._was_evaluated = not training or self._was_evaluated, not training
-        if looks and not all(map(self._fits, blocks)):
-            self.state.note_rewritten()
-        for block in blocks:
-            if block.codes.stale:
-                # At the first call, and after code outside has written weights: publication keeps them current.
-                with own_turn(block.turns, write=True):
-                    self.state.backend.host_touch(
-                        read=block.host_tensors(), write=block.codes.memories, what="codes of weights"
-                    )
-                    block.codes.renew(block.values)
-
-    def _fits(self, block: Block) -> bool:
-        if block.codes.stale:
-            return True
-        with own_turn(block.turns, write=False):
-            self.state.backend.host_touch(read=block.read_tensors(), what="a sample of codes")
-            return block.codes.fits(block.values)
 
     def raise_late_errors(self) -> None:
         """Raise the first error of work that has ended since this was last called; the others are notes on it."""

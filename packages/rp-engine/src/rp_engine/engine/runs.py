@@ -255,7 +255,7 @@ class Runs(Observer):
         """Return the blocks that travel with codes in a call, whose codes are those of the weights now."""
         state = self.host.state
         found = self._fp8_layers.coded(products, state.trainable, state.coded)
-        self.host.ready_codes(found, training=mode != "infer")
+        self.host.codes.ready(found, training=mode != "infer")
         self.planner.footprint.note_uploads(found)
         return found
 
