@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain import batch, mlp, plans, square_error, weights
 from roundpipe import Busy, RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime
+from roundpipe.optim import AdamW
+from rp_optim import Disk
+from rp_optim.disk.system import SYSTEM
 from rp_sched import Plan
 from rp_telemetry import tracing
 from rp_telemetry.profiling import profile
 from rp_telemetry.summary import summarize
+from rp_telemetry.tables import readable_ms
 from rp_telemetry.tracing import Span
 from rp_transfer import CpuBackend
 from torch import nn
@@ -104,6 +110,49 @@ def test_the_caller_and_the_optimizer_have_rows_and_waits_say_what_for(runtime: 
     assert {"weights", "activations", "stage before"} <= {span.reason for span in waits if span.place != "host"}
     assert all(span.name.startswith("wait for ") and span.reason for span in waits)
     assert all(not span.reason for span in taken.spans if span.kind != "wait")
+
+
+def test_disks_have_rows_with_all_bytes_and_the_waits_for_them(two: Runtime, tmp_path: Path) -> None:
+    moved = {"read": 0, "write": 0}
+
+    def slow(kind: str) -> Callable[[int, memoryview, int], int]:
+        def move(descriptor: int, memory: memoryview, offset: int) -> int:
+            time.sleep(0.01)
+            moved[kind] += len(memory)
+            return int(getattr(SYSTEM, kind)(descriptor, memory, offset))
+
+        return move
+
+    disk = Disk(str(tmp_path), block_bytes=1, system=replace(SYSTEM, read=slow("read"), write=slow("write")))
+    model = wrapped(two)
+    optimizer = AdamW(model.optim_parameters(), lr=1e-2, state=disk)
+
+    def step() -> None:
+        x, y = batch(9, seed=0)
+        model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+
+    step()
+    before = dict(moved)
+    with profile(tmp_path / "trace.json") as taken:
+        step()
+        model.synchronize()
+    disks = taken.summary.disks
+    assert disks.read_bytes == sum(span.nbytes for span in of_kind(taken, "read")) > 0
+    assert disks.write_bytes > 0
+    # What was begun within may end after it.
+    assert disks.read_bytes <= moved["read"] - before["read"]
+    assert disks.read_s >= 0.01
+    waits = [span for span in of_kind(taken, "wait") if span.row == "waits for disks"]
+    assert {span.reason for span in waits} == {"disk"}
+    assert disks.wait_s == pytest.approx(sum(span.seconds for span in waits))
+    assert f"waited for {readable_ms(disks.wait_s)} ms" in str(taken.summary)
+    rows = {
+        event["args"]["name"]
+        for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        if event["name"] == "thread_name"
+    }
+    assert {"disk reads", "disk writes", "waits for disks"} <= rows
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rp_telemetry.tables import readable_bytes, readable_ms, table
-from rp_telemetry.tracing import COMPUTE, HOST, OPTIMIZER, Span
+from rp_telemetry.tracing import COMPUTE, DISK_WAITS, HOST, OPTIMIZER, Span
 
 Interval = tuple[float, float]
 
@@ -34,11 +34,28 @@ class DeviceSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskSummary:
+    """What disks did: seconds with reads and with writes, which may be the same, and with a thread that waited."""
+
+    read_s: float
+    read_bytes: int
+    write_s: float
+    write_bytes: int
+    wait_s: float
+
+    def __str__(self) -> str:
+        reads = f"{readable_ms(self.read_s)} ms of reads, {readable_bytes(self.read_bytes)}"
+        writes = f"{readable_ms(self.write_s)} ms of writes, {readable_bytes(self.write_bytes)}"
+        return f"disks: {reads}; {writes}; waited for {readable_ms(self.wait_s)} ms"
+
+
+@dataclass(frozen=True, slots=True)
 class ProfileSummary:
     """A profile's totals, from its first call to the end of the work that its calls launched; prints as a table.
 
     `num_calls`: of ``forward`` and ``forward_backward``. `num_steps`: of ``step``. `optimizer_s`: working time of
-    steps and publications. `optimizer_wait_s`: their waiting time, not included.
+    steps and publications. `optimizer_wait_s`: their waiting time, not included; but that for disks is in
+    `optimizer_s`. `disks`: zeros if nothing is on disk.
     """
 
     seconds: float
@@ -47,6 +64,7 @@ class ProfileSummary:
     devices: tuple[DeviceSummary, ...]
     optimizer_s: float
     optimizer_wait_s: float
+    disks: DiskSummary
 
     def __str__(self) -> str:
         reasons = sorted({reason for device in self.devices for reason in device.idle_s})
@@ -62,6 +80,7 @@ class ProfileSummary:
                 f"{self.num_calls} calls and {self.num_steps} steps in {readable_ms(self.seconds)} ms",
                 table(["ms", *(device.name for device in self.devices)], rows),
                 f"optimizer: {work} ms of work, {waits} ms of waits",
+                *[str(self.disks)] * bool(self.disks.read_bytes or self.disks.write_bytes),
             ]
         )
 
@@ -91,6 +110,19 @@ def summarize(spans: Sequence[Span]) -> ProfileSummary:
         devices=tuple(_device(name, spans, _union(_intervals(calls)), whole) for name in names),
         optimizer_s=_length(_union(_intervals(optimizer))) - waits_s,
         optimizer_wait_s=waits_s,
+        disks=_disks(spans),
+    )
+
+
+def _disks(spans: Sequence[Span]) -> DiskSummary:
+    reads = [span for span in spans if span.kind == "read"]
+    writes = [span for span in spans if span.kind == "write"]
+    return DiskSummary(
+        read_s=_length(_union(_intervals(reads))),
+        read_bytes=sum(span.nbytes for span in reads),
+        write_s=_length(_union(_intervals(writes))),
+        write_bytes=sum(span.nbytes for span in writes),
+        wait_s=_length(_union(_intervals(span for span in spans if span.row == DISK_WAITS))),
     )
 
 

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from rp_telemetry.tracing import CALLER, GATHER, HOST, OPTIMIZER, REDUCE, Span
+from rp_telemetry.tracing import (
+    CALLER,
+    DISK_READS,
+    DISK_WAITS,
+    DISK_WRITES,
+    GATHER,
+    HOST,
+    OPTIMIZER,
+    REDUCE,
+    Span,
+)
 
 TraceEvent = dict[str, str | int | float | dict[str, str | int]]
 
 _US_PER_S = 1e6
 _ROWS = {
-    HOST: (CALLER, OPTIMIZER, REDUCE, GATHER),
+    HOST: (CALLER, OPTIMIZER, REDUCE, GATHER, DISK_READS, DISK_WRITES, DISK_WAITS),
     "": ("compute", "weights_in", "activations_in", "results_out", "gradients_out"),
 }
 

@@ -20,18 +20,30 @@ from rp_errors import Busy
 from rp_transfer import Device, Event, Stream
 
 SpanKind = Literal[
-    "task", "layer", "upload", "download", "wait", "step", "publication", "call", "reduce", "gather"
+    "task",
+    "layer",
+    "upload",
+    "download",
+    "wait",
+    "step",
+    "publication",
+    "call",
+    "reduce",
+    "gather",
+    "read",
+    "write",
 ]
 """`task`: one microbatch of a task, from its first use of the device to its last. `layer`: one layer of that.
 `upload`, `download`: a copy between host and device. `wait`: a stream or thread is blocked. `step`, `publication`:
 work of the optimizer's thread. `call`: the caller is inside a model's method. `reduce`, `gather`: transfers of
-gradients to the machine that owns them, and of new weights from there."""
+gradients to the machine that owns them, and of new weights from there. `read`, `write`: of disks."""
 
 HOST = "host"
 CALLER = "caller"
 OPTIMIZER = "optimizer"
 REDUCE = "reduce"
 GATHER = "gather"
+DISK_READS, DISK_WRITES, DISK_WAITS = "disk reads", "disk writes", "waits for disks"
 COMPUTE = "compute"
 NOTHING = nullcontext()
 # Nsight Systems sets the first in the processes it starts; users set the second.
@@ -120,12 +132,21 @@ class Tracer:
         del row, kind, name, reason
         return NOTHING
 
-    def past(self, row: str, kind: SpanKind, name: str, start_s: float, end_s: float, nbytes: int) -> None:
+    def past(
+        self,
+        row: str,
+        kind: SpanKind,
+        name: str,
+        start_s: float,
+        end_s: float,
+        nbytes: int = 0,
+        reason: str = "",
+    ) -> None:
         """Record a span of work of other host threads between these times of `time.perf_counter`.
 
         Spans of one row do not overlap: each begins when the previous one has ended, at the earliest.
         """
-        del row, kind, name, start_s, end_s, nbytes
+        del row, kind, name, start_s, end_s, nbytes, reason
 
     def waiting(self, device: Device, reason: str, what: str, *parts: object) -> AbstractContextManager[None]:
         """Record a span of a wait for `what` in which the device's compute stream, or its thread, is idle."""
@@ -196,10 +217,21 @@ class Recorder(Tracer):
         if self._keep:
             self._spans.append(Span(HOST, row, kind, name, start_s, self._now_s(), 0, reason))
 
-    def past(self, row: str, kind: SpanKind, name: str, start_s: float, end_s: float, nbytes: int) -> None:
+    def past(
+        self,
+        row: str,
+        kind: SpanKind,
+        name: str,
+        start_s: float,
+        end_s: float,
+        nbytes: int = 0,
+        reason: str = "",
+    ) -> None:
         """See `Tracer.past`."""
         if self._keep:
-            self._past.append(Span(HOST, row, kind, name, start_s - self._zero_s, end_s - self._zero_s, nbytes))
+            # It may have begun before the profile.
+            times_s = max(start_s - self._zero_s, 0.0), end_s - self._zero_s
+            self._past.append(Span(HOST, row, kind, name, *times_s, nbytes, reason))
 
     def copying(
         self, device: Device, stream: Stream, kind: SpanKind, name: str, leaves: Iterable[object]
@@ -317,6 +349,11 @@ _SWITCH = _Switch()
 def current() -> Tracer:
     """Return the tracer for work that is launched now."""
     return _SWITCH.launching or _SWITCH.ranges()
+
+
+def of_profile() -> Tracer:
+    """Return the tracer for work of which nobody knows whether it was launched before the profile or in it."""
+    return _SWITCH.tracer or SILENT
 
 
 def in_call(what: str, name: str) -> AbstractContextManager[None]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from rp_errors import warn_user
 from rp_optim import OptimizerThread
+from rp_optim.disk.watch import watch_disks
 from rp_sched import Assigner
 from rp_telemetry import tracing
 from rp_telemetry.measurements import Measurements
@@ -33,6 +34,7 @@ from rp_engine.peers.alone import ALONE
 from rp_engine.peers.opening import Connected, opened
 from rp_engine.peers.peers import Peers
 from rp_engine.runtime.at_exit import AT_EXIT
+from rp_engine.runtime.disk_spans import note_disk_work
 from rp_engine.runtime.lane import Lane
 from rp_engine.runtime.launcher import Launcher, wait_until
 from rp_engine.runtime.switch_interval import quick_switching
@@ -117,6 +119,7 @@ class Runtime:
         # Workers of CPU devices set one intra-op thread; a thread that the user starts must not inherit that.
         torch.set_num_threads(threads)
         quick_switching.hold()
+        watch_disks(note_disk_work)
         self.peers = self._opened(machines)
         # After the machines' own hook: this one runs before it.
         AT_EXIT.close(self)

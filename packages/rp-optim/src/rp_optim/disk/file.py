@@ -17,6 +17,7 @@ from weakref import finalize
 
 from rp_optim.disk.memory import empty_memory
 from rp_optim.disk.system import PAGE, SYSTEM, System
+from rp_optim.disk.watch import DiskWork, watched
 from rp_optim.errors import DiskError, DiskFull
 
 _log = logging.getLogger(__name__)
@@ -115,11 +116,13 @@ class WorkingFile:
 
     def read_any(self, memory: memoryview, offset: int, needed: int) -> None:
         """Fill `needed` bytes of the memory at least, from any range: the file may end there. Not checked."""
-        self._transfer(self._system.read, "be read", memory, offset, needed)
+        with watched(DiskWork("read", self.directory, needed)):
+            self._transfer(self._system.read, "be read", memory, offset, needed)
 
     def write_any(self, memory: memoryview, offset: int) -> None:
         """Write a range of which others will be read."""
-        self._transfer(self._system.write, "be written", memory, offset, len(memory))
+        with watched(DiskWork("write", self.directory, len(memory))):
+            self._transfer(self._system.write, "be written", memory, offset, len(memory))
 
     def _transfer(
         self,

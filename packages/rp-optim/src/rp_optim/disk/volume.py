@@ -10,6 +10,7 @@ from functools import partial
 from rp_optim.disk.file import WorkingFile, open_file
 from rp_optim.disk.system import SYSTEM, System
 from rp_optim.disk.threads import TransferThreads
+from rp_optim.disk.watch import DiskWork, watched
 from rp_optim.errors import DiskStalled
 from rp_optim.jobs import Outcome
 
@@ -48,7 +49,11 @@ class Transfer:
         Raises the first part's error once all have ended; `DiskStalled` if none ends for `stall_s`.
         """
         for outcome, directory, threads in self.parts:
-            if not self._ended(outcome, threads):
+            if outcome.done():
+                continue
+            with watched(DiskWork("wait", directory)):
+                has_ended = self._ended(outcome, threads)
+            if not has_ended:
                 raise DiskStalled(
                     f"the disk of {directory} has not answered for {self.stall_s:g} s; {self.advice}"
                 )
