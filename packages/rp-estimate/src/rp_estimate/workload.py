@@ -338,8 +338,9 @@ class Workload:
         return costs
 
     def _may_replay(self, at: int) -> bool:
-        """Whether graphs launch a part: not what runs before the layers, nor layers whose weights are packed."""
-        return self.how.launch == "graphs" and at > 0 and not _expanded_bytes(self.observed.modules[at])
+        """Whether graphs launch a part: not what runs before the layers, the head, nor layers that are packed."""
+        is_layer = 0 < at < len(self.observed.facts) - 1
+        return self.how.launch == "graphs" and is_layer and not _expanded_bytes(self.observed.modules[at])
 
     def graph_bytes(self, costs: Sequence[LayerCost], sequences: int) -> int:
         """Return what graphs keep on a device: weights and gradients of their layers, and a pool.

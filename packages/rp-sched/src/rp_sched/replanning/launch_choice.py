@@ -101,6 +101,13 @@ class LaunchQuestion:
         """What calls have in common whose tasks are alike but for their devices."""
         return tuple(replace(task, device=0) for task in self.tasks)
 
+    def replayable(self) -> frozenset[int]:
+        """The layers that graphs could launch in these tasks.
+
+        Not the last one before a loss function, which reads what it returns: Python launches both.
+        """
+        return self.layers() - {task.layers.stop - 1 for task in self.tasks if task.computes_loss}
+
     @property
     def replays_none(self) -> bool:
         """Whether no task has enough microbatches for graphs."""
@@ -118,9 +125,7 @@ def launch_times(tasks: Sequence[Task], measured: MeasuredCalls, layers: Collect
             launch_ms, compute_ms = _of_layer(task, layer, measured.estimator)
             launching[task.device] = launching.get(task.device, 0.0) + count * launch_ms
             computing[task.device] = computing.get(task.device, 0.0) + count * compute_ms
-            # The loss function reads what the last one returns: Python launches both.
-            is_graph = layer in layers and not (task.computes_loss and layer + 1 == task.layers.stop)
-            replayed_ms += part * count * launch_ms * is_graph
+            replayed_ms += part * count * launch_ms * (layer in layers)
     all_ms = sum(launching.values())
     if not all_ms:
         return None
@@ -197,7 +202,7 @@ class LaunchChoice:
         self._plan = question.plan
         if not self._has_news():
             return
-        layers = question.layers()
+        layers = question.replayable()
         # Where memory is short, layers run without, and plans should not promise it.
         has_room = self.by_graphs or not (question.missing_bytes(layers) or 0)
         self.decision, self.layers = LaunchDecision(True, "configured"), layers if has_room else frozenset()
@@ -236,7 +241,7 @@ class LaunchChoice:
                 self._set(LaunchDecision(True, took), self.layers)
 
     def _predict(self, question: LaunchQuestion) -> None:
-        layers = question.layers()
+        layers = question.replayable()
         times = launch_times(question.tasks, self._measured, layers)
         if times is None:
             return
