@@ -106,6 +106,13 @@ def test_graphs_of_few_layers_are_not_worth_it() -> None:
     assert not Asking(timer(5.0, 5.0), layers=frozenset({3})).by_graphs()
 
 
+def test_layers_that_were_not_seen_yet_are_asked_for_again() -> None:
+    asking = Asking(timer(5.0, 5.0), layers=frozenset())
+    assert not asking.by_graphs()
+    asking.layers = ALL
+    assert asking.by_graphs()
+
+
 def test_graphs_leave_the_memory_that_plans_take() -> None:
     asking = Asking(timer(5.0, 5.0), missing=3_000_000_000)
     assert not asking.by_graphs()
@@ -184,6 +191,8 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rp_telemetry.layer_times._DRIFT", float("inf"))
     choosing = lambda *asks, may_choose: Launching(*asks, may_choose=not may_choose)  # noqa: E731
     monkeypatch.setattr(planner, "Launching", choosing)
+    # As if times had changed in each call.
+    monkeypatch.setattr(LaunchChoice, "_has_news", lambda self: not self._measured.is_young())
     monkeypatch.setattr(choices, "launch_times", lambda *given: LaunchTimes(9.0, 10.0, 0.8 if given[2] else 0.0))
 
 
@@ -287,7 +296,7 @@ class Simulated:
         by_graphs = planner.launching.by_graphs
         self._graph_calls += by_graphs
         # Graphs are seen, captured and tried before they launch.
-        work = GraphWork(is_prepared=self._graph_calls in (2, 3), is_replayed=self._graph_calls > 3)
+        work = GraphWork(is_prepared=self._graph_calls in (2, 3, 4), is_replayed=self._graph_calls > 4)
         (plan,) = planner.log.plans().values()
         priced = PricedPlan(
             plan, self.costs(by_graphs=work.is_replayed), mode="fused", microbatches=self.microbatches
@@ -327,7 +336,7 @@ def test_a_plan_promises_what_calls_take_when_graphs_launch_them(caplog: pytest.
         eager = [model.call() for _ in range(9)]
         assert not model.planner.launching.by_graphs
         (before,) = model.planner.log.times()
-        taken = [model.call() for _ in range(5)]
+        taken = [model.call() for _ in range(6)]
         in_use = model.planner._plan("fused", model.size)
         measured_ms = in_use.measured_ms
         taken += [model.call() for _ in range(15)]

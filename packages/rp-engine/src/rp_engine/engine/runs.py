@@ -12,6 +12,7 @@ from rp_packing import Decision, Fp8
 from rp_recompute.randomness import Randomness, draw_seed, may_draw_seed, peek_seed
 from rp_sched import Mode, Task
 from rp_state.block import Block
+from rp_state.layers import LayerState
 from rp_state.options import HostOptions, code_none
 from torch import nn
 
@@ -28,7 +29,7 @@ from rp_engine.execution.autograd import Gradients
 from rp_engine.execution.batch import Batch
 from rp_engine.execution.call import Aside, Call, LossFn, Streams
 from rp_engine.execution.run import Run
-from rp_engine.execution.stage.graphable import layer_reason
+from rp_engine.execution.stage.graphable import has_drawn, layer_reason
 from rp_engine.peers.call import Numbers
 from rp_engine.planning.auto_compute import AutoCompute, autocast_refusal
 from rp_engine.planning.fp8_layers import Fp8Layers, coded_by
@@ -284,8 +285,13 @@ class Runs(Observer):
         if any(store.is_off for store in stores):
             return frozenset()
         refused = frozenset[int]().union(*(store.refused for store in stores))
-        may = partial(layer_reason, habits=state.habits, twins=twins, is_seeded=mode != "infer")
-        return frozenset(one.index for one in state.layers if one.index not in refused and may(one) is None)
+
+        def may(layer: LayerState) -> bool:
+            if mode != "infer" and not has_drawn(layer.index, state.habits):
+                return stores[0].graphable.get(layer.index, False)
+            return layer_reason(layer, state.habits, twins, is_seeded=mode != "infer") is None
+
+        return frozenset(one.index for one in state.layers if one.index not in refused and may(one))
 
     def note_altered(self) -> None:
         """Replace the device copies of the layers."""

@@ -242,6 +242,9 @@ class LaunchChoice:
 
     def _predict(self, question: LaunchQuestion) -> None:
         layers = question.replayable()
+        if not layers:
+            # What layers do may not have been seen yet.
+            self._asked = None
         times = launch_times(question.tasks, self._measured, layers)
         if times is None:
             return

@@ -33,8 +33,7 @@ class Graphable:
 
     def is_known(self, layer: int) -> bool:
         """Whether it was seen what random numbers a layer draws. Without seeds capturing it shows that."""
-        habits, consumer = self.place.call.habits, RngConsumer("layer", layer)
-        return not self._is_seeded or consumer in habits.not_drawing or consumer in habits.sources
+        return not self._is_seeded or has_drawn(layer, self.place.call.habits)
 
     def reason(self, layer: int) -> str | None:
         """What a run of a layer is beside its forward, in words; None if it is nothing else."""
@@ -44,6 +43,12 @@ class Graphable:
     @property
     def _is_seeded(self) -> bool:
         return self.place.call.randomness is not None
+
+
+def has_drawn(layer: int, habits: Habits) -> bool:
+    """Whether it was seen what random numbers a layer draws; calls that compare look anew."""
+    consumer = RngConsumer("layer", layer)
+    return consumer in habits.not_drawing or consumer in habits.sources
 
 
 def layer_reason(layer: LayerState, habits: Habits, twins: Twins, *, is_seeded: bool) -> str | None:
