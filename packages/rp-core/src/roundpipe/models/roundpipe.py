@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial, wraps
 from inspect import ismethod
 from typing import Any, cast
@@ -11,12 +10,10 @@ from typing import Any, cast
 import rp_batch
 import torch
 from rp_calls import (
-    CachingLayers,
     CallSplitter,
     LossArguments,
     LossCall,
     OwnLoss,
-    WithCaches,
     check_outputs,
     choose_loss,
     evaluation_config,
@@ -40,13 +37,13 @@ from rp_engine import (
     WholeModel,
 )
 from rp_engine.wrapping import Compute, FrozenDisk, MasterKind, PinMode, check_compute
-from rp_generate import GeneratingLayers, generated
 from rp_optim import Disk
 from rp_packing import Decision, Fp8
 from rp_sched import LayerCost, Mode
 from torch import nn
 
 from roundpipe.models.base import RoundPipeBase, wrappers
+from roundpipe.models.calls.cached import CachedCalls, refuse_gradients
 from roundpipe.models.calls.surroundings import check_call, tell_no_cache
 from roundpipe.models.calls.untraced import untraced
 from roundpipe.models.saved.facts import facts_of, take_settings
@@ -164,6 +161,7 @@ class RoundPipe(RoundPipeBase):
         )
         self._own("_engine", engine)
         self._own("_splitter", CallSplitter(self.name, model, engine, self.runtime))
+        self._own("_cached", CachedCalls(model, engine, self.runtime))
         self._own("_whole", WholeModel(self.name, [engine.host], self.runtime))
         self._keep_current(model)
 
@@ -172,6 +170,7 @@ class RoundPipe(RoundPipeBase):
 
     _refused: dict[str, str]
     _splitter: CallSplitter
+    _cached: CachedCalls
 
     # Calls
 
@@ -193,7 +192,7 @@ class RoundPipe(RoundPipeBase):
         """
         own_config = given_config("roundpipe_run_config", roundpipe_run_config)
         config = own_config.over(self.model_run_config)
-        if any(kwargs.get(name) is not None for name in self._cache_arguments):
+        if self._cached.is_one(kwargs):
             return self._forward_with_cache(args, kwargs, config, num_microbatches_of_state(own_config))
         with self._engine.telling_forward(config, (args, kwargs)):
             check_call(self, self.name, args=args, kwargs=kwargs)
@@ -210,49 +209,26 @@ class RoundPipe(RoundPipeBase):
         loss = placed(chosen.loss_of(parts, outputs), config)
         return with_loss(merged(outputs, parts, config, self.model), loss)
 
-    @property
-    def _cache_arguments(self) -> tuple[str, ...]:
-        """Names of arguments that hold a key-value cache; empty for rows that take none."""
-        return getattr(self.model, "cache_arguments", ())
-
     def _forward_with_cache(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig, count: int
     ) -> Any:
-        if torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad:
-            raise ValueError(
-                "a key-value cache must not be given in a call with gradients: layers write it, and would write "
-                "it again when they are recomputed; call the model under torch.no_grad()"
-            )
+        refuse_gradients(config)
         check_call(self, self.name, args=args, kwargs=kwargs)
         self._refuse_call(kwargs)
-        arrivals = Arrivals(self.runtime.backend, (args, kwargs))
-        divided = WithCaches(cast("CachingLayers", self.model), count, config.split_input)
-        parts = divided.split(args, kwargs)
-        outputs = self._engine.aside.forward_with_state(parts, arrivals, config)
-        is_of_loop = self._under_way == "generate"
-        return placed(divided.merge(outputs, parts, kwargs, for_loop=is_of_loop), config)
+        return self._cached.forward(args, kwargs, config, count, for_loop=self._under_way == "generate")
 
     def _passed_on(self, name: str, found: Any) -> Any:
-        if name == "generate" and ismethod(found) and self._cache_arguments:
+        if name == "generate" and ismethod(found) and self._cached.arguments:
             return wraps(found)(partial(self._generate, cast("nn.Module", found.__self__)))
         return super()._passed_on(name, found)
 
     def _generate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run `generate` of the user's own model on the devices, with the results of all steps so far."""
         self.synchronize()
-        device = self._engine.aside.state_device
-        given = given_config("roundpipe_run_config", kwargs.pop("roundpipe_run_config", None))
-        count = num_microbatches_of_state(given)
-        config = replace(given, output_device=device, num_microbatch=count)
-        forward = partial(self, roundpipe_run_config=config)
         before = self._under_way
         self._own("_under_way", "generate")
         try:
-            # Each token has keys of another length, which layers would be compiled for anew.
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"), self._engine.aside.keeping_weights():
-                row, make_room = cast("GeneratingLayers", self.model), self._engine.aside.make_room
-                dividing = partial(WithCaches, cast("CachingLayers", self.model), count, None)
-                return generated(model, forward, device, row, dividing, make_room, args, kwargs)
+            return self._cached.generate(model, self, args, kwargs)
         finally:
             self._own("_under_way", before)
 
