@@ -75,6 +75,26 @@ def test_a_step_outside_of_a_step_function_is_refused(two: Runtime, make: Callab
     assert not any(map(torch.equal, before, model.optim_parameters()))
 
 
+def test_an_optimizer_over_two_models_steps_each_in_its_own_step(
+    two: Runtime, make: Callable[..., torch.optim.Optimizer]
+):
+    own, other = (RoundPipe(mlp(), name=name, runtime=two) for name in ("own", "other"))
+    optimizer = make([*own.optim_parameters(), *other.optim_parameters()], lr=0.1)
+    before = [[master.detach().clone() for master in model.optim_parameters()] for model in (own, other)]
+
+    def step(model: RoundPipe) -> None:
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+
+    call(own)
+    call(other)
+    with pytest.warns(TrainingWarning, match="gradients of model 'own' were read in a step function of .*'other'"):
+        step(other)
+    assert all(map(torch.equal, before[0], own.optim_parameters()))
+    assert not any(map(torch.equal, before[1], other.optim_parameters()))
+    step(own)
+    assert not any(map(torch.equal, before[0], own.optim_parameters()))
+
+
 def test_masters_that_have_gradients_of_their_own_may_be_stepped(two: Runtime):
     model = RoundPipe(mlp(), runtime=two)
     optimizer = torch.optim.SGD(model.optim_parameters(), lr=1.0)

@@ -19,6 +19,11 @@ PENDING = (
     "clip, log and drop them in the step function, as in model.step(lambda: "
     "(clip_grad_norm_(model.optim_parameters(), 1.0), optimizer.step(), optimizer.zero_grad()))"
 )
+ANOTHERS = (
+    "gradients of model {own!r} were read in a step function of model {other!r}, where they are None: an "
+    "optimizer over both changes nothing of {own!r} there. Call step of both models with a function that steps "
+    "and drops gradients, or give each an optimizer of its own"
+)
 CONSUMED = (
     "a parameter's .grad was read, but gradients are consumed as they arrive in forward_backward(optimizer=...) "
     "of a model with step_in_backward=True, so .grad is None: there are none to clip, log or drop; wrap the model "
@@ -47,6 +52,8 @@ class TellsNone(Protocol):
 
 class _PerThread(local):
     is_optimizer = False
+    # The model whose step function runs.
+    stepping = ""
 
 
 _THREAD = _PerThread()
@@ -60,6 +67,21 @@ def reading() -> Generator[None]:
         yield
     finally:
         _THREAD.is_optimizer = before
+
+
+@contextmanager
+def stepping(model: str) -> Generator[None]:
+    """Run a step function of this model inside."""
+    _THREAD.stepping = model
+    try:
+        yield
+    finally:
+        _THREAD.stepping = ""
+
+
+def stepping_model() -> str:
+    """Return the name of the model whose step function this thread runs; empty if it runs none."""
+    return _THREAD.stepping
 
 
 def refuse_part(_: object) -> None:

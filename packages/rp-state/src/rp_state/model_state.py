@@ -20,6 +20,7 @@ from rp_state.halves import TellsWhole, can_split, same_bits, tell_kept_whole
 from rp_state.health import Health
 from rp_state.layers import Foresee, build_layers
 from rp_state.master import (
+    ANOTHERS,
     CONSUMED,
     PENDING,
     EngineMaster,
@@ -28,6 +29,7 @@ from rp_state.master import (
     is_split,
     published,
     refuse_reads,
+    stepping_model,
     watch_reads,
     watch_whole,
 )
@@ -56,13 +58,17 @@ class _MissingWarning:
             # An optimizer over several models reads the gradients of all of them in each model's step.
             return None
         self._is_told = True
-        return CONSUMED if state.options.steps_in_backward else PENDING
+        if state.options.steps_in_backward:
+            return CONSUMED
+        other = "" if is_under_way else stepping_model()
+        return ANOTHERS.format(own=state.name, other=other) if other else PENDING
 
 
 class ModelState:
     """The host side of one model. The launcher changes it.
 
-    `version`: number of changes of the weights that a backward of an earlier forward must not see.
+    `name`: the model's. `version`: number of changes of the weights that a backward of an earlier forward must
+    not see.
     `unpublished`: the optimizer has a result that is not published yet. `habits`: what its layers were seen to
     do. `num_runs`: number of launched runs that add gradients; `stepped_runs`: those of them whose gradients a
     step takes or the user dropped. `health`: what failures have left of gradients, steps and weights.
@@ -81,7 +87,7 @@ class ModelState:
         foresee: Foresee,
         shards: Owners,
     ) -> None:
-        self._name = name
+        self.name = name
         self.options = options
         self._tell_whole = TellsWhole(name, on_disk=options.disk is not None)
         self._is_told_whole = False
@@ -274,7 +280,7 @@ class ModelState:
         if "published" not in what:
             remedy = "call backward() before that"
         raise Stale(
-            f"model {self._name!r}: {what} since this forward, so its backward would mix two versions; {remedy}"
+            f"model {self.name!r}: {what} since this forward, so its backward would mix two versions; {remedy}"
         )
 
     def note_changed(self, what: str) -> None:
@@ -325,7 +331,7 @@ class ModelState:
                     self.masters[parameter] = self._master(parameter, value)
         if self.options.master == "split" and not self._is_told_whole:
             self._is_told_whole = True
-            tell_kept_whole(self._name, [value for block in self.trainable for value in block.values])
+            tell_kept_whole(self.name, [value for block in self.trainable for value in block.values])
 
     def _master(self, parameter: torch.Tensor, value: torch.Tensor) -> EngineMaster | EngineSplitMaster:
         if self.options.master == "split" and can_split(value) and self._has_here(parameter):

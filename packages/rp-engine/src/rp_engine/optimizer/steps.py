@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 from rp_sched import Host
-from rp_state.master import note_optimizer
+from rp_state.master import note_optimizer, stepping
 from rp_telemetry.measurements import Measurements
 from rp_telemetry.tracing import OPTIMIZER, SILENT, Tracer
 
@@ -171,7 +171,8 @@ def _stepping(parts: Sequence[ModelStep]) -> Generator[None]:
     for part in parts:
         part.state.is_stepping = True
     try:
-        yield
+        with stepping(parts[0].name):
+            yield
     finally:
         for part in parts:
             part.state.is_stepping = False
