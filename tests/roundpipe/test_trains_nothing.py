@@ -95,6 +95,15 @@ def test_an_optimizer_over_two_models_steps_each_in_its_own_step(
     assert not any(map(torch.equal, before[0], own.optim_parameters()))
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("master", ["whole", "split"])
+def test_hooks_on_masters_which_would_not_run_are_refused(two: Runtime, kind: str, master: Any):
+    model = RoundPipe(mlp().bfloat16(), optim_dtype=torch.float32, master=master, runtime=two)
+    first, *_ = model.optim_parameters()
+    with pytest.raises(ValueError, match=r"would never run: .*in the step function.*step_in_backward=True"):
+        getattr(first, kind)(lambda gradient: gradient)
+
+
 def test_masters_that_have_gradients_of_their_own_may_be_stepped(two: Runtime):
     model = RoundPipe(mlp(), runtime=two)
     optimizer = torch.optim.SGD(model.optim_parameters(), lr=1.0)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from threading import local
-from typing import Protocol, TypeGuard, cast
+from typing import NoReturn, Protocol, TypeGuard, cast
 
 import torch
 from rp_errors import AloneOnly, TrainingWarning, warn_user
@@ -28,6 +28,12 @@ CONSUMED = (
     "a parameter's .grad was read, but gradients are consumed as they arrive in forward_backward(optimizer=...) "
     "of a model with step_in_backward=True, so .grad is None: there are none to clip, log or drop; wrap the model "
     "without it for that"
+)
+_HOOK = (
+    "a hook on one of optim_parameters() would never run: its gradients come from devices, not from a backward of "
+    "its own. Change gradients in the step function, before the optimizer steps: model.step(lambda: "
+    "(change(model.optim_parameters()), optimizer.step(), optimizer.zero_grad())). To step as gradients arrive, "
+    "wrap the model with step_in_backward=True"
 )
 # By master, a function that returns the warning, if any, for a read of its missing gradient. It is not an
 # attribute of the master, since attributes would be saved.
@@ -111,6 +117,15 @@ class _FromEngine(Master):
 
     Warns, once per model, if its ``.grad`` is read where it is None, but a step would have one.
     """
+
+    def register_hook(self, hook: object) -> NoReturn:
+        """Raise `ValueError`: hooks would not run, and nobody would notice."""
+        del hook
+        raise ValueError(_HOOK)
+
+    def register_post_accumulate_grad_hook(self, hook: object) -> NoReturn:
+        """Raise `ValueError`, as `register_hook` does."""
+        self.register_hook(hook)
 
     def note_missing(self) -> None:
         """See `Master.note_missing`."""
