@@ -57,7 +57,7 @@ def training(options: argparse.Namespace, runtime: roundpipe.Runtime) -> Callabl
     compiling = {"compile_layers": True} if options.compile else {}
     model = roundpipe.RoundPipe(decoder(size), torch.float32, "bench", runtime=runtime, **compiling)
     optimizer = roundpipe.optim.AdamW(model.optim_parameters(), lr=1e-5)
-    config = roundpipe.RoundPipeRunConfig(num_microbatch=options.microbatches)
+    config = roundpipe.RoundPipeRunConfig(num_microbatch=options.microbatches, launch="eager")
     draw = batches(size, options.batch, options.sequence)
     loss_fn = loss_of(
         Workload(

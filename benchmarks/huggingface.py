@@ -281,7 +281,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--devices", default=None, help="as ROUNDPIPE_DEVICES takes them; roundpipe only")
     parser.add_argument("--lora", action="store_true", help="train adapters only")
     parser.add_argument("--eager", action="store_true", help="do not compile layers; roundpipe only")
-    parser.add_argument("--launch", choices=["eager", "graphs"], default="eager", help="not of resident")
+    parser.add_argument("--launch", choices=["auto", "eager", "graphs"], default="auto", help="not of resident")
     parser.add_argument("--profile", metavar="FILE", help="trace of two more steps; roundpipe and by-hand only")
     parser.add_argument("--verbose", action="store_true", help="log what RoundPipe plans and measures")
     parser.add_argument("--steps", type=int, default=6, help="steps that count")

@@ -8,6 +8,7 @@ the rest of a call that of weights and gradients, which travel once. `took_ms` i
 for which some thread held the GIL.
 
 Engines: layers of `eager` are not compiled; those of `python` and `cpp` are, and launch from Python or from C++.
+Layers of `graphs` are not compiled, and CUDA graphs launch all but the first and the last microbatch of a call.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from gil import held
 from rp_sched import Plan
 from torch import Tensor
 
-COMPILE: dict[str, object] = {"eager": False, "python": {}, "cpp": True}
+COMPILE: dict[str, object] = {"eager": False, "python": {}, "cpp": True, "graphs": False}
 
 
 def training(engine: str, options: argparse.Namespace, runtime: roundpipe.Runtime) -> Callable[[int], None]:
@@ -45,7 +46,8 @@ def training(engine: str, options: argparse.Namespace, runtime: roundpipe.Runtim
 
     def calls(microbatches: int) -> None:
         tokens = draw()[:microbatches]
-        config = roundpipe.RoundPipeRunConfig(num_microbatch=microbatches, execute_plan=plan)
+        launch = "graphs" if engine == "graphs" else "eager"
+        config = roundpipe.RoundPipeRunConfig(num_microbatch=microbatches, execute_plan=plan, launch=launch)
         wrapped.forward_backward((tokens,), label=tokens, loss_fn=mean, run_config=config)
         wrapped.synchronize()
 
@@ -87,7 +89,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--engines", choices=list(COMPILE), nargs="+", default=list(COMPILE))
     parser.add_argument("--devices", default="cpu:1", help="as ROUNDPIPE_DEVICES takes them")
     parser.add_argument("--calls", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=12, help="calls of each kind before: the first are measured")
+    parser.add_argument("--warmup", type=int, default=16, help="calls of each kind before: the first are measured")
     return parser.parse_args()
 
 

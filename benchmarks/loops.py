@@ -31,7 +31,7 @@ class Workload:
     optimizer_state: str = "fp32"
     master: str = "whole"
     step_in_backward: bool = False
-    launch: Literal["eager", "graphs"] = "eager"
+    launch: Literal["auto", "eager", "graphs"] = "auto"
     compute: Literal["bf16", "fp8"] = "bf16"
 
 

@@ -374,7 +374,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[2, 8], help="sequences a step")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens a sequence")
     parser.add_argument("--microbatches", type=int, default=None, help="of each batch; not with bitsandbytes")
-    parser.add_argument("--launch", choices=["eager", "graphs"], default="eager", help="not with bitsandbytes")
+    parser.add_argument(
+        "--launch", choices=["auto", "eager", "graphs"], default="auto", help="not with bitsandbytes"
+    )
     parser.add_argument("--compute", choices=["bf16", "fp8"], default="bf16", help="not with bitsandbytes")
     parser.add_argument("--frozen", default="memory", help="or disk:DIR[,DIR...]; not with bitsandbytes")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")

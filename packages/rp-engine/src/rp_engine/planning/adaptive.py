@@ -139,7 +139,8 @@ class PlanInUse:
             fits_none = "no plan that uses all of them fits"
             why = fits_none if because == "nothing fits" else f"plans that use all of them are bound by {because}"
             _LOG.info("%s: %r leaves %s, since %s", self._timer.what, priced.plan, idle, why)
-        if not self._replanner.is_settled:
+        # The next process begins without graphs.
+        if not self._replanner.is_settled or any(layer.has_graphs for layer in self._layers):
             return
         settled = CachedPlan(priced.plan, frozenset(self._replanner.slower))
         if settled != self._kept:
