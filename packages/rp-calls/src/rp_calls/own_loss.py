@@ -58,8 +58,16 @@ class ChosenLoss:
     is_own: bool = False
 
     def loss_of(self, parts: rp_batch.Parts[Any], outputs: Sequence[Any]) -> torch.Tensor | None:
-        """The loss of the batch, from the microbatches' outputs; None if these have none that is a scalar."""
+        """The loss of the batch, from the microbatches' outputs; None if these have none that is a scalar.
+
+        Raises `TypeError` for tuples of a model that has its own loss: where in them it is cannot be told.
+        """
         found = [_loss_in(output, None) for output in outputs]
+        if self.is_own and len(outputs) > 1 and isinstance(outputs[0], tuple) and found[0] is None:
+            raise TypeError(
+                f"the model has returned tuples, among whose parts the loss of {len(outputs)} microbatches cannot "
+                "be told; omit return_dict=False, and take .to_tuple() of what comes, or set num_microbatch=1"
+            )
         if not all(isinstance(loss, torch.Tensor) and loss.dim() == 0 for loss in found):
             return None
         labels, loss_fn = self.in_parts(parts)
