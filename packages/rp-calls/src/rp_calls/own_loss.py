@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import rp_batch
 import torch
@@ -60,10 +60,10 @@ class ChosenLoss:
     def loss_of(self, parts: rp_batch.Parts[Any], outputs: Sequence[Any]) -> torch.Tensor | None:
         """The loss of the batch, from the microbatches' outputs; None if these have none that is a scalar.
 
-        Raises `TypeError` for tuples of a model that has its own loss: where in them it is cannot be told.
+        Raises `TypeError` for tuples in which a loss of the model's own would be averaged.
         """
         found = [_loss_in(output, None) for output in outputs]
-        if self.is_own and len(outputs) > 1 and isinstance(outputs[0], tuple) and found[0] is None:
+        if len(outputs) > 1 and found[0] is None and self._hides_loss(outputs[0]):
             raise TypeError(
                 f"the model has returned tuples, among whose parts the loss of {len(outputs)} microbatches cannot "
                 "be told; omit return_dict=False, and take .to_tuple() of what comes, or set num_microbatch=1"
@@ -73,6 +73,13 @@ class ChosenLoss:
         labels, loss_fn = self.in_parts(parts)
         losses: list[Any] = list(map(loss_fn, outputs, labels))
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+
+    def _hides_loss(self, output: Any) -> bool:
+        """Whether a model of transformers has returned its loss in a tuple."""
+        if not isinstance(output, tuple) or not (self.is_own or self.kwargs.get("return_dict") is False):
+            return False
+        first = next(iter(cast("tuple[Any, ...]", output)), None)
+        return self.is_own or (isinstance(first, torch.Tensor) and first.dim() == 0)
 
 
 def choose_loss(
