@@ -21,7 +21,7 @@ from rp_sched.replanning import launch_choice as choices
 from rp_sched.replanning.launch_choice import LaunchChoice, LaunchQuestion, LaunchTimes, launch_times
 from rp_telemetry.call_span import CallSpan
 from rp_telemetry.layer_times import YOUNG_CALLS, LayerTimes, ModelTimer
-from test_graphs import LAYERS, MICROBATCHES, LayerGraphs, Residual, assert_same, row, summed_loss, trained
+from test_graphs import LAYERS, MICROBATCHES, PLANS, LayerGraphs, Residual, assert_same, row, summed_loss, trained
 
 ALL = frozenset(range(4))
 
@@ -226,11 +226,25 @@ def test_calls_have_the_bits_of_eager_ones_whatever_is_chosen(
 
     assert {layer for span in replays for layer in span} >= set(range(LAYERS - 1))
     assert fused_calls.launch is not None
+    assert str(fused_calls).endswith("graphs") is is_faster
     assert fused_calls.launch.by_graphs is is_faster
     told = [text for text in caplog.messages if "launch " in text and "fused" in text]
     assert len(told) == (1 if is_faster else 2)
     # What they took is given back.
     assert all(bool(store.fixed) is is_faster for store in stores)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("plan", ["all fused", "two stages"])
+def test_a_gpu_chooses_and_has_the_bits_of_eager_calls(plan: str) -> None:
+    models: list[RoundPipe] = []
+    with Runtime("cuda:0") as runtime:
+        expected = trained(runtime, row(), "eager", PLANS[plan], steps=40)
+        found = trained(
+            runtime, row(), "auto", PLANS[plan], steps=40, beside=lambda _, model: models.append(model)
+        )
+        assert_same(found, expected)
+        assert models[0].launch_decision is not None
 
 
 def test_cpu_devices_are_launched_by_python_unless_told_otherwise(
