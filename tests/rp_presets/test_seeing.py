@@ -212,6 +212,16 @@ def test_conversion_with_images_leaves_the_model_as_it_was():
     assert differences(outcome(model, plainly(model, batch)), expected) == []
 
 
+def test_one_sample_whose_patches_are_in_one_tensor_is_an_example():
+    model = built("Qwen3VLForConditionalGeneration")
+    batch = {**without_cache(model, batch_of(model, ((0, 1),))), "use_cache": True}
+
+    row = to_sequential(model, example_inputs=batch)
+
+    batch = {**batch, "use_cache": False}
+    assert compare_case(model, row, batch) == []
+
+
 def test_observing_runs_a_tower_a_few_times_however_much_is_proven():
     model = built("Qwen3VLForConditionalGeneration")
     runs: list[int] = []

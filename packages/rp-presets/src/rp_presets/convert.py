@@ -203,7 +203,11 @@ def _growing(
 ) -> dict[Path, str]:
     """Find the lists in the output that have an entry for each image or sample. `part`: fewer of these samples."""
     cuts = {path: [start for start, _ in places if start] for path, places in layout.starts().items()}
-    output = _run(model, cuts, whole, hooks)[1]
+    try:
+        output = _run(model, cuts, whole, hooks)[1]
+    except Exception:  # the model's own code raises anything
+        # One sample, which was given, is no batch of two where its images are not along the first dimension.
+        return dict.fromkeys(lists_in(_run(model, cuts, part, hooks)[1]), "unknown")
     if not (found := dict.fromkeys(lists_in(output), "unknown")):
         return {}
     try:
