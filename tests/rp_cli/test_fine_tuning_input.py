@@ -113,7 +113,7 @@ WRONG = {
         "mixed.json, object 2 must be a JSON object, but is a str",
     ),
     "an unknown speaker": (["--data", "spoken.jsonl"], "'from' must be one of human, user, gpt"),
-    "pairs to choose of": (["--data", "chosen.jsonl"], "which the trainers learn from"),
+    "pairs to choose of": (["--data", "chosen.jsonl"], "which trainers learn from"),
     "all cut away": (
         ["--data", "long.jsonl", "--completions-only"],
         "what is learned begins after 24 tokens in all 2 samples, where they are cut; --sequence 43 leaves "
@@ -130,7 +130,7 @@ WRONG = {
     "a prompt that is a number": (["--data", "numbers.jsonl"], "'prompt' must be text, but is a int"),
     "a prompt that is a list": (["--data", "lists.jsonl"], "write conversations as 'messages'"),
     "messages without roles": (["--data", "roles.jsonl"], "each message must have a 'role'"),
-    "contents in parts": (["--data", "parts.jsonl"], "one is {'type': 'video'"),
+    "contents in parts": (["--data", "parts.jsonl"], "a part of a message is a video, which is not read"),
     "no content": (["--data", "null.jsonl"], "each message must have a 'role' and a 'content'"),
     "half of a character": (["--data", "half.jsonl"], "half.jsonl:2 must be text, but has half of a surrogate"),
     "no messages": (["--data", "silent.jsonl"], "a list of at least one message"),

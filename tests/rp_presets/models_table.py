@@ -74,10 +74,13 @@ def seeing_line(family: Family) -> Line:
         warnings.simplefilter("ignore")
         model = without_dropout(family.build())
     try:
-        refused = to_sequential(model).refuses_images or OTHERWISE.get(family.name, "")
+        row = to_sequential(model)
+        refused = row.refuses_images or OTHERWISE.get(family.name, "")
     except UnsupportedModel as error:
         return Line(family.name, "taken apart", brief(error))
-    return Line(family.name, "row for tokens", brief(refused)) if refused else Line(family.name, "row", "")
+    if refused:
+        return Line(family.name, "row for tokens", brief(refused))
+    return Line(family.name, "row", WITH_VIDEOS if "video_grid_thw" in row.image_arguments else "")
 
 
 def brief(reason: object) -> str:
@@ -91,7 +94,8 @@ def seeing_table() -> str:
     lines = [seeing_line(family) for family in seeing_families().values()]
     kinds = ("row", "row for tokens", "taken apart", "not built")
     counts = {kind.replace(" ", "_"): sum(one.becomes == kind for one in lines) for kind in kinds}
-    return SEEING.format(count=len(lines), **counts) + "\n".join(map(str, lines)) + "\n"
+    videos = sum(one.reason == WITH_VIDEOS for one in lines)
+    return SEEING.format(count=len(lines), videos=videos, **counts) + "\n".join(map(str, lines)) + "\n"
 
 
 def table() -> str:
@@ -116,6 +120,7 @@ def causal_table() -> str:
     )
 
 
+WITH_VIDEOS = "videos, too"
 LAST_RUN = """\
 The last run of all of them was on 2026-11-24, with torch 2.15 on two busy cores. It took 8 minutes: 715 passed,
 and 9 were skipped because transformers itself cannot train the model on that batch."""
@@ -156,14 +161,16 @@ The table lists the {count} classes of `AutoModelForImageTextToText`, made in th
 
 - **row** ({row} classes): the model becomes a row that takes images, in any number of microbatches and with any
   number of images a sample. Its tower runs before the layers; code between two layers, such as that which adds
-  deep-stack features, is a layer of the row of its own.
+  deep-stack features, is a layer of the row of its own. {videos} of them take videos in the same way, alone and
+  beside images.
 - **row for tokens** ({row_for_tokens} classes): a row as long as no images are given, for the reason given.
 - **taken apart** ({taken_apart} classes): it cannot be observed without images, or its layers do not form a row.
 - **not built** ({not_built} classes): transformers itself cannot build or run the model here.
 
 `tests/rp_presets/test_seeing.py` compares logits, loss and every gradient of each row with those of the original
 model, with images, without, and with both in one batch. `tests/rp_presets/test_seeing_on_devices.py` trains each
-with the engine on one, two and four CPU devices, in one to three microbatches, with ragged numbers of images.
+with the engine on one, two and four CPU devices, in one to three microbatches, with ragged numbers of images and
+of videos.
 Every test run covers a few, `pytest -m nightly` all.
 
 | class | becomes | reason |

@@ -10,7 +10,7 @@ from comparison import Inputs, takes
 from families import GEMMA4, HIDDEN, Families, merged
 from families import OVERRIDES as CAUSAL
 from rp_presets.images.belonging import BySample
-from rp_presets.images.examples import Example, examples
+from rp_presets.images.examples import Example, both, examples, films
 from torch import Tensor, nn
 
 # Towers whose features have the size that the language model reads.
@@ -198,6 +198,61 @@ def batch_of(model: nn.Module, owned: Sequence[Sequence[int]]) -> Inputs:
     return batch if takes(model, "attention_mask") else {**batch, "attention_mask": None}
 
 
+def film_of(model: nn.Module) -> Example:
+    """The first samples with videos that the model itself takes beside images: videos of up to three frames."""
+    example = example_of(model)
+    with torch.no_grad():
+        for film in films(model):
+            try:
+                model(**both(example, film))
+            except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, StopIteration):
+                continue
+            return film
+    raise ValueError(f"{type(model).__name__} takes no videos")
+
+
+def filmed_batch_of(model: nn.Module, owned: Sequence[Sequence[int]], filmed: Sequence[Sequence[int]]) -> Inputs:
+    """A batch with labels, padded. `owned`, `filmed`: which images and which videos each sample has, in order."""
+    example, film = example_of(model), film_of(model)
+    image, video = placeholder(example), film.images.token
+    features, pieces = features_of(example), pieces_of(film)
+    generator = torch.Generator().manual_seed(len(owned))
+    rows: list[Tensor] = []
+    for images, videos in zip(owned, filmed, strict=True):
+        row = [row_of(image, [features[one] for one in images], generator)]
+        for count in (count for one in videos for count in pieces[one]):
+            row += [torch.full((count,), video), torch.tensor([5])]
+        rows.append(torch.cat(row))
+    longest = max(map(len, rows))
+    ids = torch.stack([torch.cat([row, torch.full((longest - len(row),), 4)]) for row in rows])
+    mask = torch.stack([(torch.arange(longest) < len(row)).long() for row in rows])
+    kinds = (ids == image).long() + 2 * (ids == video).long()
+    batch: Inputs = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill((mask == 0) | (kinds > 0), -100),
+    }
+    batch |= {name: kinds for name in example.arguments if name.endswith("token_type_ids")}
+    for one, chosen in ((example, owned), (film, filmed)):
+        if any(chosen):
+            batch |= {name: images_in(one, name, chosen) for name in one.images.names}
+    return batch
+
+
+def pieces_of(film: Example) -> list[list[int]]:
+    """The lengths of the pieces in which each video of an example has its placeholders."""
+    marks = torch.nn.functional.pad(film.arguments["input_ids"] == film.images.token, (1, 1)).flatten().int()
+    turns = marks.diff().nonzero().flatten()
+    lengths = iter((turns[1::2] - turns[::2]).tolist())
+    found: list[list[int]] = []
+    for count in features_of(film):
+        own: list[int] = []
+        while sum(own) < count:
+            own.append(next(lengths))
+        found.append(own)
+    return found
+
+
 def images_in(example: Example, name: str, owned: Sequence[Sequence[int]]) -> Tensor:
     """An argument that holds the chosen images of each sample."""
     value = example.arguments[name]
@@ -213,7 +268,7 @@ def images_in(example: Example, name: str, owned: Sequence[Sequence[int]]) -> Te
 
 def features_of(example: Example) -> list[int]:
     """How many placeholders each image of an example has."""
-    total = int((example.arguments["input_ids"] == placeholder(example)).sum())
+    total = int((example.arguments["input_ids"] == example.images.token).sum())
     if isinstance(example.images, BySample):
         return [total // 3] * 3
     weights = example.images.measure.weights({name: example.arguments[name] for name in example.images.names})
@@ -235,6 +290,27 @@ def row_of(token: int, features: Sequence[int], generator: torch.Generator) -> T
     return torch.cat([*parts, text[-1:]])
 
 
+# Rows that take videos, too. The first has deep-stack features and a piece a frame, the second tells of seconds.
+FILMS = (
+    "Qwen3VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Cosmos3EdgeForConditionalGeneration",
+    "Cosmos3OmniForConditionalGeneration",
+    "Dots3NoteForConditionalGeneration",
+    "Exaone4_5_ForConditionalGeneration",
+    "HyperCLOVAXVisionV2ForConditionalGeneration",
+    "Lfm3VlForConditionalGeneration",
+    "MiniMaxM3SparseForConditionalGeneration",
+    "MuseGlimmerForConditionalGeneration",
+    "MuseSparkForConditionalGeneration",
+    "Qwen2_5OmniThinkerForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3OmniMoeThinkerForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen4ExpForConditionalGeneration",
+)
 # Classes that transformers itself cannot build or run here, and why.
 NOT_BUILT: dict[str, str] = {
     "ChameleonForConditionalGeneration": "its images are tokens of a vocabulary that only its checkpoints have",

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import transformers
 from families import causal_families
-from models_table import IS_NO_ROW, line, seeing_line, table
-from seeing import NO_IMAGES, NO_ROW, NOT_BUILT, seeing_families
+from models_table import IS_NO_ROW, WITH_VIDEOS, line, seeing_line, table
+from seeing import FILMS, NO_IMAGES, NO_ROW, NOT_BUILT, seeing_families
 
 DOCUMENT = Path(__file__).parents[2] / "docs/models.md"
 FAMILIES = causal_families()
@@ -52,7 +52,9 @@ def test_a_sample_of_the_lines_of_models_that_read_images_is_true(name):
 @is_documented_version
 def test_the_rows_that_read_images_are_those_that_are_tested():
     seeing = DOCUMENT.read_text().partition("## Models that read images")[2]
-    rows = {text.split("`")[1] for text in seeing.splitlines() if text.endswith("| row |  |")}
+    rows = {text.split("`")[1] for text in seeing.splitlines() if "` | row |" in text}
+    with_videos = {text.split("`")[1] for text in seeing.splitlines() if text.endswith(f"| row | {WITH_VIDEOS} |")}
+    assert with_videos == {*FILMS}
     assert rows == SEEING.keys() - {*NOT_BUILT, *NO_ROW, *NO_IMAGES}
     assert len(rows) >= 59
 

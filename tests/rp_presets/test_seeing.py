@@ -176,7 +176,7 @@ def test_a_model_that_numbers_images_through_the_batch_takes_none():
 
 
 def test_pixels_that_a_row_does_not_know_are_refused():
-    row = to_sequential(built("Qwen3VLForConditionalGeneration"))
+    row = to_sequential(built("Glm4vForConditionalGeneration"))
 
     with pytest.raises(
         UnsupportedModel, match="pixel_values_videos cannot be given: the row knows only how pixel"
@@ -229,4 +229,5 @@ def test_observing_runs_a_tower_a_few_times_however_much_is_proven():
 
     to_sequential(model)
 
-    assert len(runs) < 15, len(runs)
+    # Text alone, images, videos, and both.
+    assert len(runs) < 40, len(runs)

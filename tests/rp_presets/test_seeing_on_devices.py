@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from roundpipe import RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
 from rp_generate.by_samples import BySamples
 from rp_presets import UnsupportedModel, to_sequential
-from seeing import NO_IMAGES, NO_ROW, NOT_BUILT, batch_of, seeing_families
+from seeing import FILMS, NO_IMAGES, NO_ROW, NOT_BUILT, batch_of, filmed_batch_of, seeing_families
 from test_families_on_devices import gradients
 from torch import nn
 
@@ -78,6 +78,48 @@ def test_samples_may_have_any_number_of_images(name, data):
     devices, microbatches = data.draw(st.sampled_from(PLACES), label="devices and microbatches")
 
     assert_trains_as_plainly(name, devices, microbatches, owned)
+
+
+# Two videos, none, one beside an image, an image alone, one.
+FILMED = ((0, 2), (), (1,), (), (2,))
+BESIDE = ((), (), (0,), (1, 2), ())
+
+
+def assert_films_train_as_plainly(name: str, devices: str, microbatches: int, owned: Any, filmed: Any) -> None:
+    model = without_dropout(FAMILIES[name].build()).train()
+    batch = without_cache(model, filmed_batch_of(model, owned, filmed))
+    expected = trained_plainly(copy.deepcopy(model), batch)
+
+    assert differences(trained(model, batch, devices, microbatches), expected) == []
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("devices", "microbatches"), PLACES)
+@pytest.mark.parametrize("name", [name for name in FILMS[:2] if name in FAMILIES])
+def test_videos_train_on_devices_as_plainly(name, devices, microbatches):
+    assert_films_train_as_plainly(name, devices, microbatches, BESIDE, FILMED)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("devices", "microbatches"), PLACES)
+@pytest.mark.parametrize("name", [name for name in FILMS[2:] if name in FAMILIES])
+def test_videos_of_all_others_train_on_devices_as_plainly(name, devices, microbatches):
+    assert_films_train_as_plainly(name, devices, microbatches, BESIDE, FILMED)
+
+
+@pytest.mark.slow
+@given(data=st.data())
+@settings(max_examples=examples(10), deadline=None)
+def test_samples_may_have_any_number_of_videos_beside_images(data):
+    some = st.lists(st.integers(0, 2), max_size=2)
+    owned, filmed = (
+        data.draw(st.lists(some, min_size=4, max_size=4), label=f"{what} of each sample")
+        for what in ("images", "videos")
+    )
+    devices, microbatches = data.draw(st.sampled_from(PLACES), label="devices and microbatches")
+
+    assert_films_train_as_plainly(FILMS[0], devices, microbatches, owned, filmed)
 
 
 @pytest.mark.later
@@ -285,14 +327,31 @@ def test_towers_run_once_for_prompts_that_repeat_and_not_for_each_token():
     assert shapes == [len(batch["pixel_values"])]
 
 
-def test_generating_with_videos_is_refused_in_words():
-    model = without_dropout(FAMILIES["Qwen3VLForConditionalGeneration"].build()).eval()
-    batch = batch_of(model, RAGGED)
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("devices", "microbatches"), PLACES)
+def test_videos_are_read_before_generating_as_plainly(devices, microbatches):
+    model = without_dropout(FAMILIES[FILMS[0]].build()).eval()
+    batch = filmed_batch_of(model, BESIDE, FILMED)
+    wanted = tokens(model, batch)
 
-    with Runtime("cpu:1") as runtime:
+    with Runtime(devices) as runtime:
         wrapped = wrap_model_to_roundpipe(model, True, runtime=runtime)
-        with pytest.raises(UnsupportedModel, match="pixel_values_videos cannot be given: the row knows only how"):
-            wrapped.generate(batch["input_ids"], pixel_values_videos=batch["pixel_values"], max_new_tokens=2)
+        found = tokens(wrapped, batch, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=microbatches))
+
+    assert torch.equal(found, wanted)
+
+
+def test_videos_of_which_too_little_is_known_are_refused_in_words():
+    for name, error, said in (
+        ("Glm4vForConditionalGeneration", UnsupportedModel, "cannot be given: the row knows only how"),
+        (FILMS[0], ValueError, "video_grid_thw must be given beside pixel_values_videos"),
+    ):
+        model = without_dropout(FAMILIES[name].build()).eval()
+        batch = batch_of(model, RAGGED)
+        with Runtime("cpu:1") as runtime:
+            wrapped = wrap_model_to_roundpipe(model, True, runtime=runtime)
+            with pytest.raises(error, match=said):
+                wrapped.generate(batch["input_ids"], pixel_values_videos=batch["pixel_values"], max_new_tokens=2)
 
 
 @pytest.mark.later

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from rp_presets.caches.parts import choose, in_parts, sizes_of, tells_samples
 from rp_presets.errors import ComputesBetween, NotARow, UnsupportedModel
-from rp_presets.images.belonging import BySample, Images, Unseen
-from rp_presets.images.examples import examples, takes_images
+from rp_presets.images.belonging import BySample, Images, Unseen, WithVideos
+from rp_presets.images.examples import Example, both, examples, films, takes_images
 from rp_presets.images.growing import Path, growing_lists, lists_in, num_samples, whole_and_part
 from rp_presets.images.proof import prove_belonging
 from rp_presets.losses import OwnLosses
@@ -31,7 +31,7 @@ from rp_presets.tracing import hide_from_other_threads
 # Each division has the code around the layers run once more in each call, and the model observed once more.
 _MOST_CUTS = 12
 
-Belonging: TypeAlias = Images | BySample | Unseen
+Belonging: TypeAlias = Images | BySample | WithVideos | Unseen
 
 
 class Row(nn.Sequential):
@@ -93,7 +93,7 @@ class Row(nn.Sequential):
 
         Raises `ValueError` for a sample with an image that has no placeholder.
         """
-        return self._images.used(arguments) if isinstance(self._images, BySample) else {}
+        return self._images.used(arguments) if isinstance(self._images, BySample | WithVideos) else {}
 
     def sample_dimensions(self, arguments: Mapping[str, Any]) -> Mapping[str, int]:
         """Return which dimension is the batch, by name of the arguments of a call in which it is not the first."""
@@ -184,18 +184,40 @@ def _with_images(
     own = {segment.path: lists[segment.path] for segment in layout.segments}
     reasons: list[str] = []
     try:
-        for example in examples(model):
+        for number, example in enumerate(examples(model)):
+            # With videos at once: what is proven of a call is proven again where there are more.
+            if not number and (found := _with_films(model, own, inputs, example, hooks)):
+                return found
             try:
-                both, seen_both = _layout(model, own, [inputs, example.arguments], hooks)
-                prove_belonging(model, both, example)
-                growing = _growing(model, both, example.arguments, example.of_sample(0), hooks)
+                both_layout, both_seen = _layout(model, own, [inputs, example.arguments], hooks)
+                prove_belonging(model, both_layout, example)
+                growing = _growing(model, both_layout, example.arguments, example.of_sample(0), hooks)
             except Exception as error:  # the model's own code raises anything
                 reasons.append(str(error))
             else:
-                return both, seen_both, example.images, growing
+                found = _with_films(model, own, inputs, example, hooks) if number else None
+                return found or (both_layout, both_seen, example.images, growing)
     except Exception as error:  # the model's own code raises anything
         reasons.append(str(error))
     return layout, seen, Unseen("; ".join(dict.fromkeys(reasons))), {}
+
+
+def _with_films(
+    model: nn.Module, own: Mapping[str, nn.ModuleList], inputs: dict[str, Any], example: Example, hooks: Hooks
+) -> tuple[RowLayout, list[Seen], Belonging, dict[Path, str]] | None:
+    """Observe the model with videos, too, and with both in one call; None if it is no row with them."""
+    for film in films(model):
+        calls = [example.arguments, film.arguments, both(example, film)]
+        try:
+            layout, seen = _layout(model, own, [inputs, *calls], hooks)
+            prove_belonging(model, layout, example)
+            prove_belonging(model, layout, film)
+            parts = [example.of_sample(0), film.of_sample(0)]
+            found = [_growing(model, layout, *each, hooks) for each in zip(calls, parts, strict=False)]
+        except Exception:  # the model's own code raises anything
+            continue
+        return layout, seen, WithVideos(example.images, cast(Images, film.images)), found[0] | found[1]
+    return None
 
 
 def _growing(

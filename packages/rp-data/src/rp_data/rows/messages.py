@@ -15,6 +15,7 @@ Message = Mapping[str, Any]
 IMAGE, GIVEN = "image", "given"
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
 _TEXT = "text"
+_VIDEOS = ("video", "video_url")
 _CALL = "function_call"
 # Who speaks in ShareGPT's form, by the names that data sets use.
 _SPEAKERS = {
@@ -97,6 +98,11 @@ def _part(place: str, part: object) -> Message:
     given = cast("Message", part if isinstance(part, dict) else {})
     if given.get("type") in (IMAGE, "image_url"):
         return {"type": IMAGE, GIVEN: {name: given[name] for name in FIELDS if name in given}}
+    if given.get("type") in _VIDEOS:
+        raise Refused(
+            f"{place}: a part of a message is a video, which is not read from files; leave the row out, or train "
+            "with what the model's processor makes of it (docs/how-to/images.md)"
+        )
     if given.get("type", _TEXT) != _TEXT or not isinstance(given.get(_TEXT), str):
         raise Refused(
             f"{place}: the 'content' of a message must be text, or parts of type {_TEXT!r} or {IMAGE!r}, but one "

@@ -15,7 +15,7 @@ from rp_presets.images.measures import Area, Measure
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """How the images in a call's arguments belong to its samples.
+    """How the images, or the videos, in a call's arguments belong to its samples.
 
     `names`: the arguments that hold images. `token`: the placeholder of a feature of an image in `input_ids`.
     `measure`: how many features each image has. `grid`: the argument with a row for each image whose product is
@@ -50,6 +50,10 @@ class Images:
             raise ValueError(
                 f"input_ids must be given beside {next(iter(given))}: their placeholders, token {self.token}, say "
                 "which images belong to which sample, and inputs_embeds do not"
+            )
+        if self.grid and self.grid not in given:
+            raise ValueError(
+                f"{self.grid} must be given beside {next(iter(given))}: it has a row for each image or video"
             )
         wanted = cast("list[int]", (ids == self.token).sum(-1).tolist())  # pyright: ignore[reportUnknownMemberType]
         owned = _owned(wanted, _scaled(self.measure.weights(given), sum(wanted)))
@@ -125,6 +129,34 @@ class BySample:
 
 
 @dataclass(frozen=True, slots=True)
+class WithVideos:
+    """Images and videos, each of which fill placeholders of their own."""
+
+    images: Images | BySample
+    videos: Images
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arguments that hold images or videos."""
+        return (*self.images.names, *self.videos.names)
+
+    @property
+    def dims(self) -> Mapping[str, int]:
+        """Along which dimension these lie, if not the first."""
+        return {**self.images.dims, **self.videos.dims}
+
+    def entries(self, arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """See `Images.entries`."""
+        both = (self.images, self.videos), (self.videos, self.images)
+        parts = (own.entries(_without(arguments, other.names)) for own, other in both)
+        return {name: counts for part in parts for name, counts in part.items()}
+
+    def used(self, arguments: Mapping[str, Any]) -> dict[str, tuple[bool, ...]]:
+        """See `BySample.used`."""
+        return self.images.used(arguments) if isinstance(self.images, BySample) else {}
+
+
+@dataclass(frozen=True, slots=True)
 class Unseen:
     """Images that a row cannot take. `reason`: what prevents it."""
 
@@ -142,6 +174,10 @@ class Unseen:
                     "example_inputs=...), or wrap it with use_sequential_preset=False"
                 )
         return {}
+
+
+def _without(arguments: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in names}
 
 
 def _given(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]:

@@ -12,13 +12,16 @@ from torch import Tensor, nn
 
 from rp_presets.errors import UnsupportedModel
 from rp_presets.images.belonging import BySample, Images
-from rp_presets.images.forms import forms
-from rp_presets.images.measures import features, measures
+from rp_presets.images.forms import film_forms, forms
+from rp_presets.images.measures import Area, features, measures
 from rp_presets.observing.inputs import usual_tokens
 
 # The sample of each image.
 OWNERS = (0, 0, 2)
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "img_token_id", "image_patch_id")
+_OF_VIDEOS = ("video_token_id", "video_token_index")
+# What kinds of tokens are called where a model is told of them.
+_IMAGE, _VIDEO = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +81,53 @@ def examples(model: nn.Module) -> Iterator[Example]:
         raise UnsupportedModel(f"it takes images in no form that is known: {'; '.join(refused)}")
 
 
+def films(model: nn.Module) -> Iterator[Example]:
+    """Yield samples with videos in each form that the model's own `get_video_features` takes; none if it has none.
+
+    Placeholders of a video are in one piece, or in one for each of its frames.
+    """
+    method = "get_video_features"
+    seeing = next((one for one in _towers(model) if hasattr(one, method)), None)
+    config = cast(Any, model).config
+    token = next((one for name in _OF_VIDEOS if isinstance(one := getattr(config, name, None), int)), None)
+    if seeing is None or token is None:
+        return
+    for given in film_forms(config, _parameters(model)):
+        _, grid, *_ = given
+        taken = {name: value for name, value in given.items() if name in _parameters(seeing, method)}
+        try:
+            _, total = features(seeing, taken, method)
+        except Exception:  # the model's own code, which was not made for this form
+            continue
+        belonging = Images(tuple(given), token, Area(grid), grid)
+        patches = Area(grid).weights(given)
+        if total * max(patches) % sum(patches):
+            continue
+        counts = [one * total // sum(patches) for one in patches]
+        for frames in (_numbers(given[grid][:, 0]), [1] * len(counts)):
+            pieces = [[count // times] * times for count, times in zip(counts, frames, strict=True)]
+            yield _example(model, given, token, pieces, belonging, _VIDEO)
+
+
+def both(example: Example, film: Example) -> dict[str, Any]:
+    """Return the arguments of samples that have the images of one example and the videos of another."""
+    return {
+        name: torch.cat([value, film.arguments[name]], 1) if name in film.arguments else value
+        for name, value in example.arguments.items()
+    } | {name: film.arguments[name] for name in film.images.names}
+
+
+def _numbers(tensor: Tensor) -> list[int]:
+    return cast("list[int]", tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
+
+
 def _with_tokens(
     model: nn.Module, seeing: nn.Module, given: Mapping[str, Tensor], own: list[int] | None, total: int
 ) -> Iterator[Example]:
     token = _placeholder(cast(Any, model).config)
     if given["pixel_values"].ndim == 5 and "image_sizes" not in given:
         each = total // len(OWNERS)
-        yield _example(model, given, token, [each] * len(OWNERS), BySample(tuple(given), token))
+        yield _example(model, given, token, [[each]] * len(OWNERS), BySample(tuple(given), token))
         return
     rows = [name for name, value in given.items() if not value.is_floating_point()]
     grid, dims = _grid(given, rows)
@@ -93,9 +136,8 @@ def _with_tokens(
         counts = [weight * total / sum(weights) for weight in weights]
         if len(counts) != len(OWNERS) or not all(map(float.is_integer, counts)) or own not in (None, counts):
             continue
-        yield _example(
-            model, given, token, [int(one) for one in counts], Images(tuple(given), token, measure, grid, dims)
-        )
+        pieces = [[int(one)] for one in counts]
+        yield _example(model, given, token, pieces, Images(tuple(given), token, measure, grid, dims))
         return
 
 
@@ -112,10 +154,15 @@ def _grid(given: Mapping[str, Tensor], rows: Sequence[str]) -> tuple[str, dict[s
 
 
 def _example(
-    model: nn.Module, given: Mapping[str, Tensor], token: int, counts: Sequence[int], images: Images | BySample
+    model: nn.Module,
+    given: Mapping[str, Tensor],
+    token: int,
+    pieces: Sequence[Sequence[int]],
+    images: Images | BySample,
+    kind: int = _IMAGE,
 ) -> Example:
-    ids = _tokens(cast(Any, model).config, token, counts)
-    kinds = (ids == token).long()
+    ids = _tokens(cast(Any, model).config, token, pieces)
+    kinds = (ids == token).long() * kind
     names = _parameters(model)
     more = {name: kinds for name in names if name.endswith("token_type_ids")}
     device = next((one.device for one in model.parameters() if not one.is_meta), None)
@@ -123,13 +170,14 @@ def _example(
     return Example({name: value.to(device) for name, value in arguments.items()}, images)
 
 
-def _tokens(config: Any, token: int, counts: Sequence[int]) -> Tensor:
-    """Return rows of tokens with placeholders in place of each image."""
+def _tokens(config: Any, token: int, pieces: Sequence[Sequence[int]]) -> Tensor:
+    """Return rows of tokens with placeholders in place of each image, in pieces of these lengths."""
     usual = iter(usual_tokens(config) * 100)
     before, after = (_number(config, f"vision_{side}_token_id") for side in ("start", "end"))
     rows: list[list[int]] = [[next(usual), next(usual)] for _ in range(3)]
-    for owner, count in zip(OWNERS, counts, strict=True):
-        rows[owner] += [*before, *[token] * count, *after, next(usual)]
+    for owner, own in zip(OWNERS, pieces, strict=True):
+        for count in own:
+            rows[owner] += [*before, *[token] * count, *after, next(usual)]
     longest = max(map(len, rows)) + 1
     return torch.tensor([[*row, *(next(usual) for _ in range(longest - len(row)))] for row in rows])
 

@@ -62,6 +62,20 @@ def forms(config: Any, names: Collection[str]) -> Iterator[Arguments]:
                 yield {**found, "pixel_attention_mask": torch.ones(*before, height, width, dtype=torch.int64)}
 
 
+def film_forms(config: Any, names: Collection[str]) -> Iterator[Arguments]:
+    """Yield the arguments for three videos, of which two have several frames, as `forms` does for images."""
+    pixels, grid = "pixel_values_videos", "video_grid_thw"
+    if not {pixels, grid} <= set(names):
+        return
+    sizes = Sizes.of(config)
+    # Of Qwen2.5-VL and its Omni.
+    seconds = {name: torch.ones(3) for name in ("second_per_grid_ts", "video_second_per_grid") if name in names}
+    for merge in dict.fromkeys((sizes.merge, 2, 1)):
+        grids = torch.tensor([[2, 2, 2], [1, 2, 4], [3, 4, 2]]) * torch.tensor([1, merge, merge])
+        for shape in _shapes_of_patches(sizes, merge):
+            yield {pixels: varied(int(grids.prod(-1).sum()), *shape), grid: grids, **seconds}
+
+
 def _grids(sizes: Sizes, names: Collection[str]) -> Iterator[Arguments]:
     """Patches of all images in one tensor, with the grid of each."""
     name = next((name for name in ("image_grid_thw", "image_grid_hws", "image_grid_hw") if name in names), None)
@@ -72,18 +86,22 @@ def _grids(sizes: Sizes, names: Collection[str]) -> Iterator[Arguments]:
         count = int(grids.prod(-1).sum())
         if name == "image_grid_thw":
             grids = torch.cat([torch.ones(3, 1, dtype=torch.int64), grids], 1)
-        side, frames, channels = sizes.patch, sizes.frames, sizes.channels
         more = {"image_merge_sizes": torch.full((3,), merge)} if "image_merge_sizes" in names else {}
-        for shape in dict.fromkeys(
-            (
-                (channels * frames * side * side,),
-                (channels, side, side),
-                (channels * side * side,),
-                (channels, frames, side, side),
-                (merge * side, merge * side, channels),
-            )
-        ):
+        for shape in _shapes_of_patches(sizes, merge):
             yield {"pixel_values": varied(count, *shape), name: grids, **more}
+
+
+def _shapes_of_patches(sizes: Sizes, merge: int) -> list[tuple[int, ...]]:
+    """Return the shapes that a patch may have, of `sizes.frames` pictures of a film or of one."""
+    side, frames, channels = sizes.patch, sizes.frames, sizes.channels
+    shapes = (
+        (channels * frames * side * side,),
+        (channels, side, side),
+        (channels * side * side,),
+        (channels, frames, side, side),
+        (merge * side, merge * side, channels),
+    )
+    return list(dict.fromkeys(shapes))
 
 
 def _strips(sizes: Sizes, names: Collection[str]) -> Iterator[Arguments]:

@@ -106,12 +106,12 @@ def measures(model: nn.Module, given: Given) -> Iterator[Measure]:
     yield Imitated.of(model)
 
 
-def features(model: nn.Module, given: Given) -> tuple[list[int] | None, int]:
+def features(model: nn.Module, given: Given, method: str = "get_image_features") -> tuple[list[int] | None, int]:
     """Return the number of features of each image, if the tower's result tells it, and of all images.
 
-    `model`: one that has `get_image_features`.
+    `model`: one that has the method.
     """
-    pooled = _pooled(cast(Any, model).get_image_features(**given, return_dict=True))
+    pooled = _pooled(getattr(cast(Any, model), method)(**given, return_dict=True))
     if not isinstance(pooled, Tensor):
         own = [one.shape[:-1].numel() for one in pooled]
         return own, sum(own)
