@@ -162,6 +162,25 @@ def test_graphs_go_if_calls_are_no_faster_and_are_not_tried_again_for_the_same_l
     assert asking.by_graphs()
 
 
+def test_graphs_are_judged_again_when_layers_take_other_times() -> None:
+    asking = Asking(timer(5.0, 5.0))
+    asking.calls(100.0, replayed=False)
+    assert asking.by_graphs()
+    asking.calls(*[50.0] * 5)
+    assert asking.by_graphs()
+
+    measured, asking.timer.estimator = asking.timer.estimator, ModelTimer("calls", 4).estimator
+    asking.timer.num_drifts += 1
+    assert asking.by_graphs()
+    # Measured by Python, and then by graphs.
+    asking.calls(*[60.0] * YOUNG_CALLS, replayed=False)
+    asking.timer.estimator = measured
+    assert asking.by_graphs()
+    asking.calls(*[70.0] * 5)
+    assert not asking.by_graphs()
+    assert asking.reason() == "calls took 70 ms by graphs and 60 ms without"
+
+
 def test_graphs_go_if_none_is_launched() -> None:
     asking = Asking(timer(5.0, 5.0))
     assert asking.by_graphs()

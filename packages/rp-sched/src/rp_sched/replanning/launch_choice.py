@@ -196,7 +196,8 @@ class LaunchChoice:
     def note(self, call_ms: float, *, replayed: bool) -> None:
         """Note how long a call took. `replayed`: graphs have launched some of it."""
         self._idle_calls = 0 if replayed else self._idle_calls + 1
-        if replayed == self.by_graphs:
+        # Layers that take other times are measured by Python first, also where graphs launch them.
+        if replayed == self.by_graphs or (not replayed and self._measured.is_young()):
             self._ms[replayed].append(call_ms)
 
     def follow(self, question: LaunchQuestion) -> None:
