@@ -201,6 +201,17 @@ def test_graphs_stay_while_launching_is_somewhat_less_than_a_bound() -> None:
     assert not asking.by_graphs()
 
 
+@pytest.mark.parametrize("launch", ["auto", "graphs", "eager"])
+def test_what_is_refused_for_a_model_is_chosen_only_if_configured(launch: Any) -> None:
+    launching = Launching(lambda _: ALL, lambda *_: 0, may_choose=True, refusal="they are compiled")
+    launching.choose(launch, "train", 8, 2, fused(8), timer(5.0, 5.0))
+
+    found = launching.decision("train", 8)
+    wanted = {"auto": "eager, since they are compiled", "graphs": "graphs, since configured", "eager": "None"}
+    assert str(found) == wanted[launch]
+    assert bool(launching.layers_of_call("train", 8)) == (launch == "graphs")
+
+
 # In the engine
 
 
@@ -208,7 +219,9 @@ def test_graphs_stay_while_launching_is_somewhat_less_than_a_bound() -> None:
 def bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU devices choose, as if launching bound them."""
     monkeypatch.setattr("rp_telemetry.layer_times._DRIFT", float("inf"))
-    choosing = lambda *asks, may_choose: Launching(*asks, may_choose=not may_choose)  # noqa: E731
+    choosing = lambda *asks, may_choose, refusal: Launching(  # noqa: E731
+        *asks, may_choose=not may_choose, refusal=refusal
+    )
     monkeypatch.setattr(planner, "Launching", choosing)
     # As if times had changed in each call.
     monkeypatch.setattr(LaunchChoice, "_has_news", lambda self: not self._measured.is_young())

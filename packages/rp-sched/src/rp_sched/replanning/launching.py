@@ -20,7 +20,8 @@ class Launching:
     `by_graphs`: whether graphs launch layers of the last planned call, where they can. `frees_graphs`: they have
     launched calls, but will launch none. `graphable`: the layers that they could launch in calls of a mode.
     `missing_bytes`: the device memory that graphs of some layers lack, beside what these tasks take with so many
-    rows; None if that is not known. `may_choose`: whether graphs could gain on these devices.
+    rows; None if that is not known. `may_choose`: whether graphs could gain on these devices. `refusal`: why
+    ``"auto"`` chooses none for this model; empty if it may.
     """
 
     def __init__(
@@ -29,12 +30,14 @@ class Launching:
         missing_bytes: Callable[[int, Sequence[Task], frozenset[int]], int | None],
         *,
         may_choose: bool,
+        refusal: str = "",
     ) -> None:
         self.by_graphs = self.frees_graphs = False
         self._had_graphs = False
         # The kind of the last training call.
         self._trained: tuple[Mode, int] | None = None
         self._may_choose = may_choose
+        self._refusal = refusal
         self._graphable = graphable
         self._missing_bytes = missing_bytes
         self._choices: dict[tuple[Mode, int], LaunchChoice] = {}
@@ -62,11 +65,13 @@ class Launching:
         choice = self._choices.setdefault((mode, microbatches), LaunchChoice(measured))
         missing = partial(self._missing_bytes, rows, tasks)
         question = LaunchQuestion(tasks, partial(self._graphable, mode), missing)
-        if launch == "auto":
+        if launch == "graphs":
+            choice.follow(question)
+        elif self._refusal:
+            choice.refuse(self._refusal)
+        else:
             choice.decide(question)
             self.by_graphs = choice.by_graphs
-        else:
-            choice.follow(question)
         measured.launch_by_graphs(choice.by_graphs)
         self._had_graphs = self._had_graphs or self.by_graphs
         has_any = self.by_graphs or any(one.by_graphs for one in self._choices.values())
