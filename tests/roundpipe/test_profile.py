@@ -155,6 +155,16 @@ def test_disks_have_rows_with_all_bytes_and_the_waits_for_them(two: Runtime, tmp
     assert {"disk reads", "disk writes", "waits for disks"} <= rows
 
 
+def test_reads_beside_each_other_take_the_time_in_which_there_is_one() -> None:
+    recorder = tracing.Recorder(keep=True, ranges=False)
+    zero_s = time.perf_counter()
+    for start_s, end_s in ((8.9, 9.0), (0.0, 10.0), (10.0, 11.0), (10.5, 12.0)):
+        recorder.past(tracing.DISK_READS, "read", "read", zero_s + start_s, zero_s + end_s, 5)
+    disks = summarize(recorder.finish()).disks
+    assert disks.read_s == pytest.approx(12, abs=1e-3)
+    assert disks.read_bytes == 20
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_in_a_row_spans_lie_within_each_other_or_apart(runtime: Runtime, tmp_path: Path, plan: str) -> None:
     model = wrapped(runtime, plan)

@@ -6,6 +6,7 @@ import doctest
 import gc
 import importlib
 import pkgutil
+import signal
 import threading
 import warnings
 from collections.abc import Callable, Generator
@@ -161,6 +162,33 @@ def test_a_second_thread_is_refused_while_a_call_is_launched(runtime: Runtime) -
     assert found.result(30).shape == (3, 4)
     thread.join(30)
     other(x)
+
+
+def test_a_signals_handler_reads_the_model_after_the_call_that_it_interrupts(two: Runtime) -> None:
+    class Signalled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not handling.is_set():
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+                assert handling.wait(30)
+            return x
+
+    def handle(*_: object) -> None:
+        handling.set()
+        found.append(model.state_dict())
+        with pytest.raises(Busy, match="one thread"):
+            model(x)
+
+    handling, found = threading.Event(), list[Any]()
+    config = RoundPipeRunConfig(num_microbatch=1)
+    model = RoundPipe(nn.Sequential(nn.Linear(4, 4), Signalled()), runtime=two, model_run_config=config)
+    x, _ = batch(3)
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        assert model(x).shape == (3, 4)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert list(found[0]) == ["0.weight", "0.bias"]
+    model(x)
 
 
 @pytest.mark.usefixtures("samples_first")

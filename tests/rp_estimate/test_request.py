@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,11 @@ def test_a_request_is_answered_as_the_command_is(tmp_path: Path, capsys: pytest.
     machine = ["--gpu", "RTX 4090", "--devices", "2", "--ram", "64GB", "--json"]
     assert main(["plan", "--model", str(tmp_path), "--batch", "8", "--sequence", "64", *machine]) == 0
     assert json.loads(as_json(answer, changes(request, answer))) == json.loads(capsys.readouterr().out)
+
+
+def test_a_calibrated_card_of_the_table_has_the_tables_memory(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    Qwen3Config(**sizes, head_dim=16, num_hidden_layers=2, vocab_size=160).save_pretrained(tmp_path)
+    line = replace(CALIBRATION, gpu="NVIDIA L4", memory_bytes=24 << 30, ram_bytes=64 * 10**9)
+    request = Request(model=tmp_path / "config.json", calibration=line, batch=8, sequence=64)
+    assert case_of(request).machine.card.memory_gb_s == 300

@@ -510,6 +510,9 @@ def test_time_in_which_the_process_was_stopped_is_no_stall(
             now_s[0] += 3600 if looks[0] == 10 else seconds
             return looks[0] == 20
 
+        def done(self) -> bool:
+            return False
+
         def result(self) -> None:
             pass
 

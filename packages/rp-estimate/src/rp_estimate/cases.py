@@ -102,8 +102,8 @@ def _machine(request: Request) -> Machine:
 
 def _calibrated(line: Calibration, devices: int | None) -> Machine:
     known = card_named(line.gpu)
-    fp8_tflops = None if known is None else known.fp8_tflops
-    card = Card(line.gpu, line.memory_bytes, line.link_gb_s, line.tflops, fp8_tflops)
+    of_table = (None, 0.0) if known is None else (known.fp8_tflops, known.memory_gb_s)
+    card = Card(line.gpu, line.memory_bytes, line.link_gb_s, line.tflops, *of_table)
     ram = HostLimit("the calibrated machine's RAM", line.ram_bytes, line.ram_bytes)
     return Machine(card, devices or line.devices, ram, line.ram_gb_s)
 

@@ -289,11 +289,11 @@ class Recorder(Tracer):
 
 
 def _without_overlap(spans: Iterable[Span]) -> Iterator[Span]:
-    """Yield the spans of each row, shortened so that none begins before the previous one has ended."""
+    """Yield the spans of each row, shortened so that none begins before those that began earlier have ended."""
     ended_s: dict[str, float] = {}
-    for span in sorted(spans, key=lambda span: span.end_s):
+    for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
         start_s = max(span.start_s, ended_s.get(span.row, 0.0))
-        ended_s[span.row] = span.end_s
+        ended_s[span.row] = max(start_s, span.end_s)
         yield replace(span, start_s=min(start_s, span.end_s))
 
 

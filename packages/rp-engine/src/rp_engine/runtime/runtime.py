@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -153,13 +154,23 @@ class Runtime:
         if self._visit.locked() and self._owner is None:
             with self._visit:
                 pass
-        if self._launch.locked() and self._in_call:
+        if self._launch.locked() and (self._in_call or self._is_inside()):
             raise Busy(_BUSY)
         self._refuse_closed()
 
     def _refuse_others_turn(self) -> None:
         if self._owner not in (None, threading.get_ident()):
             raise Busy(_BUSY)
+
+    def _is_inside(self) -> bool:
+        """Whether this thread is in a call already: a handler of a signal runs within it."""
+        # By its stack: what a call notes would stay if Ctrl-C came at its end.
+        frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        while frame is not None:
+            if frame.f_code is Runtime.launch.__code__ and frame.f_locals.get("self") is self:
+                return True
+            frame = frame.f_back
+        return False
 
     def _refuse_closed(self) -> None:
         if self.closed:
@@ -205,10 +216,17 @@ class Runtime:
         return self._launcher.is_here() and not own and not self.optimizer.is_current()
 
     def visit(self, body: Callable[[], _Result]) -> _Result:
-        """Like `launch`, for what only reads between calls: it waits for others' calls, and calls wait for it."""
+        """Like `launch`, for what only reads between calls: it waits for others' calls, and calls wait for it.
+
+        A signal's handler may be inside a call of this thread, after which it reads then.
+        """
         self.refuse_forked()
         self._refuse_own_threads()
         self._refuse_closed()
+        if self._owner == threading.get_ident():
+            raise Busy(_BUSY)
+        if self._launch.locked() and self._is_inside():
+            return self._launcher.run(body)
         with self._visit, self._launch:
             return self._launcher.run(body)
 

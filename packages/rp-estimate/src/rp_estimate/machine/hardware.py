@@ -107,7 +107,8 @@ def measured(runtime: Runtime, dtype: torch.dtype = torch.bfloat16) -> Machine:
     links = [rate for rate in (*rates.up_gb_s, *rates.down_gb_s) if rate is not None]
     tflops = known.tflops if known else _tflops(device) if device.type == "cuda" else _cpu_tflops(runtime, dtype)
     fp8_tflops = known.fp8_tflops if known else _fp8_tflops(device, tflops)
-    card = Card(name, min(use.total_bytes for use in uses), min(links), tflops, fp8_tflops)
+    memory_gb_s = known.memory_gb_s if known else 0.0
+    card = Card(name, min(use.total_bytes for use in uses), min(links), tflops, fp8_tflops, memory_gb_s)
     return Machine(
         card, len(uses), runtime.host_limit(), rates.memory_gb_s or RAM_GB_S, rates.switches, is_measured=True
     )
