@@ -116,6 +116,72 @@ def test_what_a_killed_writer_leaves_counts_and_is_removed_an_hour_later(tmp_pat
     assert store.get(key(2)) == bytes(2_000)
 
 
+def test_files_of_another_user_are_used_as_far_as_they_may_be(tmp_path, monkeypatch):
+    store = opened(tmp_path)
+    for number in (1, 2):
+        store.put(key(number), value(number))
+    damaged = tmp_path / key(2)[:2] / key(2)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    utime, noted = os.utime, list[Path]()
+
+    def of_owner(path: Path, times: Any = None, *, ns: Any = None) -> None:
+        if times or ns:
+            raise PermissionError(1, "Operation not permitted")
+        noted.append(path)
+        utime(path)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "utime", of_owner)
+    monkeypatch.setattr(Path, "unlink", refused)
+
+    assert store.get(key(1)) == value(1)
+    assert noted == [tmp_path / key(1)[:2] / key(1)]
+    assert store.get(key(2)) is None
+    monkeypatch.setattr(os, "utime", refused)
+    assert store.get(key(1)) == value(1)
+
+
+def test_folders_named_as_values_are_left_alone_and_count_as_absent(tmp_path):
+    store = opened(tmp_path)
+    strays = [tmp_path / key(1)[:2] / key(1), tmp_path / "unfinished-1"]
+    for stray in strays:
+        stray.mkdir(parents=True)
+        os.utime(stray, (0, 0))
+
+    for number in range(1, 20):
+        store.put(key(number), value(number))
+
+    assert opened(tmp_path, 3_000).get(key(1)) is None
+    assert all(stray.is_dir() for stray in strays)
+    assert 0 < nbytes(tmp_path) <= 3_000
+
+
+def test_a_missing_ledger_is_made_anew_but_not_among_files_of_others(tmp_path):
+    full, other = tmp_path / "full", tmp_path / "other"
+    for number in range(3):
+        opened(full).put(key(number), value(number))
+    (full / LEDGER).unlink()
+
+    assert opened(full).get(key(1)) == value(1)
+    assert int((full / LEDGER).read_text()) == nbytes(full)
+    # Backups have files by digests, too.
+    (other / key(1)[:2]).mkdir(parents=True)
+    (other / key(1)[:2] / key(1)).write_bytes(value(1))
+    (tmp_path / "git" / "ab").mkdir(parents=True)
+    (tmp_path / "git" / "ab" / "0123").touch()
+    (tmp_path / "novel").mkdir()
+    (tmp_path / "novel" / "unfinished-chapter").touch()
+    for folder in (other, tmp_path / "git", tmp_path / "novel"):
+        with pytest.raises(Refused, match="has other files in it"):
+            opened(folder)
+    (full / LEDGER).unlink()
+    (full / "mine.txt").touch()
+    with pytest.raises(Refused, match="has other files in it"):
+        opened(full)
+
+
 def test_a_folder_of_other_files_is_refused_and_a_lower_bound_removes(tmp_path):
     full = tmp_path / "full"
     for number in range(4):
@@ -266,6 +332,21 @@ def test_other_settings_and_other_images_are_made_anew(tmp_path):
     assert not are_same(found[0], found[1])
     sight.processed(texts, [[image(sight, 4)]])
     assert seen == ["4"]
+
+
+def test_what_is_kept_is_told_apart_by_all_attributes_of_the_processor():
+    store, found = Memory(), []
+
+    # It is none of those that are saved with the processor.
+    for is_told in (False, True):
+        own = transformers.Idefics3ImageProcessor(size={"longest_edge": 28}, return_row_col_info=is_told)
+        image = lazy_image("a", key(1), lambda: vision.picture(1, width=30, height=20))
+        found.append({*KeptImages(own, store)([[image]], return_tensors="pt")})
+
+    assert found[1] - found[0] == {"rows", "cols"}
+    own.learned = torch.nn.Linear(1, 1)
+    with pytest.raises(Refused, match=r"--image-cache: .* an argument or attribute of a processor is a Linear"):
+        KeptImages(own, store)
 
 
 def test_a_processor_that_looks_at_all_images_is_refused(tmp_path):

@@ -43,6 +43,10 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "messages": ({**SAID, "score_chosen": 5, "messages": [*ASKED, *BETTER]}, SAID),
     "messages without a prompt": ({"chosen": ASKED + BETTER, "rejected": ASKED + WORSE}, SAID),
     "a prompt that is repeated": ({"prompt": "1+1?", "chosen": ASKED + BETTER, "rejected": ASKED + WORSE}, SAID),
+    "a prompt that is repeated beside a system": (
+        {"system": "Be brief.", "prompt": ASKED, "chosen": ASKED + BETTER, "rejected": ASKED + WORSE},
+        {**SAID, "prompt": [SYSTEM, *ASKED]},
+    ),
     "messages that repeat it": ({"prompt": ASKED, "chosen": ASKED + BETTER, "rejected": ASKED + WORSE}, SAID),
     "a text and messages": ({"prompt": "1+1?", "chosen": BETTER, "rejected": WORSE}, SAID),
     "messages and texts": ({"prompt": ASKED, "chosen": "2", "rejected": "3"}, SAID),
@@ -82,6 +86,14 @@ JUDGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ShareGPT": (
         {"conversations": [shared("human", "1+1?"), shared("gpt", "3")], "label": "False"},
         {"prompt": ASKED, "completion": WORSE},
+    ),
+    "a conversation beside its question": (
+        {"prompt": " 1+1?", "messages": [SYSTEM, *ASKED, *WORSE], "label": False, "kto_tag": 0},
+        {"prompt": [SYSTEM, *ASKED], "completion": WORSE},
+    ),
+    "a conversation beside its prompt": (
+        {"system": "Be brief.", "prompt": ASKED, "messages": ASKED + WORSE, "label": False},
+        {"prompt": [SYSTEM, *ASKED], "completion": WORSE},
     ),
     "Alpaca": (
         {"instruction": "1+1?", "output": "3", "kto_tag": False},
@@ -180,6 +192,31 @@ WRONG = {
     "'messages' must be what the assistant says .*, but is nothing": {"messages": ASKED, "label": True},
     "the prompt must be .*, but ends with a message of the assistant": {**SAID, "prompt": ASKED + BETTER},
     "has 'images', which are not read from preferences": {**SAID, "images": ["a.png"]},
+    "has a 'system', .* but is text; give it a 'prompt'": {"system": "Be", "chosen": "q: 2", "rejected": "q: 3"},
+    "'system' must be text, but is a list": {**TEXT, "system": ["Be brief."]},
+    "'chosen' and 'rejected' must be what comes after 'prompt'": {
+        "prompt": "1+1?",
+        "chosen": "1+1? 2",
+        "rejected": "1+1? 3",
+    },
+    "'completion' must be what comes after 'prompt'": {"prompt": "Hello", "completion": "Hello!", "label": True},
+    "'prompt' must be in the conversation, but is not": {
+        "prompt": "2+2?",
+        "chosen": ASKED + BETTER,
+        "rejected": ASKED + WORSE,
+    },
+    "'question' must be in the conversation": {"question": "2+2?", "messages": ASKED + BETTER, "label": True},
+    "'label' and 'kto_tag' must say the same, .*; leave one": {
+        **JUDGED["text"][0],
+        "label": True,
+        "kto_tag": False,
+    },
+    "'messages' has images": {
+        "messages": [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}, *BETTER],
+        "label": True,
+    },
+    "'from' must be one of": {**SAID, "prompt": [{"from": ["human"], "value": "1+1?"}]},
+    "must be text, but has half of a surrogate pair": {**TEXT, "prompt": json.dumps([user("\ud800")])},
     "each message must have a 'role' and a 'content'": {**SAID, "prompt": [{"role": "user"}]},
 }
 
@@ -213,6 +250,19 @@ def test_rows_of_several_kinds_are_not_mixed(tmp_path):
     tmp_path.joinpath("a.txt").write_text("one")
     with pytest.raises(Refused, match="is text, which prefers nothing"):
         read_preferences(Path(tmp_path / "a.txt"))
+
+
+@pytest.mark.parametrize("data", [SAID, datasets.DatasetDict(train=datasets.Dataset.from_list([SAID]))], ids=type)
+def test_what_is_no_list_of_rows_is_refused(data):
+    with pytest.raises(Refused, match=f"must be rows, but is a {type(data).__name__}; choose one of its splits"):
+        read_preferences(data)
+
+
+@pytest.mark.parametrize("row", ["a.jsonl", None, {**TEXT, "chosen": "\ud800"}, {**SAID, "tools": [print]}])
+def test_rows_of_python_that_cannot_be_kept_are_told_or_omitted(row):
+    with pytest.raises(Refused, match=r"data row 2 must (have|be)"):
+        read_preferences([TEXT, row])
+    assert read_preferences([TEXT, row], skip_bad_rows=True).to_list() == [TEXT]
 
 
 def test_calls_of_tools_keep_their_own_arguments():

@@ -62,7 +62,7 @@ def read_preferences(
 
 
 def _all(part: str | Path | Iterable[Mapping[str, Any]], notes: Notes) -> Iterator[Preference]:
-    rows = _of_files(Path(part), notes) if isinstance(part, str | Path) else _of_rows(part)
+    rows = _of_files(Path(part), notes) if isinstance(part, str | Path) else _of_rows(part, notes)
     for place, row in rows:
         one = notes.attempt(lambda place=place, row=row: preference_of(_DATA, place, row))
         if one is not None:
@@ -79,13 +79,27 @@ def _of_files(path: Path, notes: Notes) -> Iterator[Row]:
             yield from rows
 
 
-def _of_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
+def _of_rows(rows: Iterable[object], notes: Notes) -> Iterator[Row]:
+    if isinstance(rows, Mapping):
+        raise Refused(
+            f"{_DATA} must be rows, but is a {type(cast('object', rows)).__name__}; choose one of its splits, "
+            "such as data['train'], or write a row in a list"
+        )
     if not isinstance(rows, Sized):
         raise Refused(
             f"{_DATA} must be a whole data set, but is a {type(rows).__name__}; load it without streaming"
         )
     for number, row in enumerate(rows, 1):
-        yield f"row {number}", present(row)
+        place = f"row {number}"
+        found = notes.attempt(lambda place=place, row=row: _fields(place, row))
+        if found is not None:
+            yield place, found
+
+
+def _fields(place: str, row: object) -> Mapping[str, Any]:
+    if not isinstance(row, Mapping):
+        raise Refused(f"{_DATA} {place} must have names and values, as a dict has, but is a {type(row).__name__}")
+    return present(dict(cast("Mapping[str, Any]", row)))
 
 
 def _apart(pair: Preference) -> list[Preference]:

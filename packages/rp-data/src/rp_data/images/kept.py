@@ -15,6 +15,7 @@ from threading import Lock
 from typing import Any, Protocol, cast
 
 import torch
+from rp_trainer.errors import Refused
 from torch import Tensor
 
 from rp_data.images.decoding import pillow
@@ -181,11 +182,22 @@ def _facts_of(own: Any) -> list[Any]:
     return [
         _FORMAT,
         f"{type(own).__module__}.{type(own).__qualname__}",
-        own.to_json_string(),
+        _told_of(own),
         [version(name) for name in _LIBRARIES],
         [features.version(name) for name in _CODECS],
         [torch.backends.cpu.get_cpu_capability(), str(torch.get_default_dtype())],
     ]
+
+
+def _told_of(own: Any) -> Any:
+    """Return all attributes: `to_json_string` leaves some out that change what is made, such as Idefics 3's."""
+    try:
+        return _told(vars(own))
+    except TypeError as error:
+        raise Refused(
+            f"--image-cache: what the {type(own).__name__} makes may depend on more than is known of it, since "
+            f"{error}; omit it"
+        ) from None
 
 
 def _told(value: Any) -> Any:
@@ -200,4 +212,4 @@ def _told(value: Any) -> Any:
         return str(value)
     if is_dataclass(value) and not isinstance(value, type):
         return _told(asdict(value))
-    raise TypeError(f"an argument of a processor is a {type(value).__name__}")
+    raise TypeError(f"an argument or attribute of a processor is a {type(value).__name__}")

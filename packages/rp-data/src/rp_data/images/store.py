@@ -9,11 +9,13 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 import warnings
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from rp_trainer.errors import Refused
@@ -22,6 +24,10 @@ from rp_trainer.errors import Refused
 LEDGER = "roundpipe-images"
 _ENTRY = re.compile(r"[0-9a-f]{64}")
 _UNFINISHED = "unfinished-"
+# What a store has in its folder, beside the ledger.
+_OWN = re.compile(rf"[0-9a-f]{{2}}|{_UNFINISHED}[0-9a-f]{{16}}|{LEDGER}")
+# So many are read to tell whether a folder without a ledger is a store's.
+_LOOKED_AT = 8
 # Far longer than a value takes to be written.
 _ABANDONED_S = 3600.0
 # What is left where the room is used up, so that not each further value looks at all others.
@@ -43,8 +49,8 @@ class _File:
 class Store:
     """Values in a folder of their own, by keys of 64 hexadecimal digits, in at most `most_bytes`.
 
-    Any number of processes may use it, of several machines, too. A value is there as a whole or not at all; one
-    whose file was damaged counts as absent, and is removed.
+    Any number of processes may use it, of several machines and users, too. A value is there as a whole or not at
+    all; one whose file was damaged counts as absent, and is removed if this user may do so.
 
     >>> import tempfile
     >>> store = Store("--image-cache", Path(tempfile.mkdtemp()) / "images", 1000)
@@ -67,7 +73,7 @@ class Store:
 
     def _open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        if not (self._folder / LEDGER).is_file() and any(self._folder.iterdir()):
+        if not (self._folder / LEDGER).exists() and not self._is_own():
             raise Refused(f"{self._what} has other files in it; name a new or empty folder")
         with self._locked() as ledger:
             left = self._made_room(0)
@@ -79,20 +85,33 @@ class Store:
                 f"{(left + room) / 1e9:.3g} GB; lower it, or name a folder of another disk"
             )
 
+    def _is_own(self) -> bool:
+        """Return whether a folder without a ledger is a store's, or empty: others have files by digests, too."""
+        if not all(_OWN.fullmatch(path.name) for path in self._folder.iterdir()):
+            return False
+        some = [one.path for one in islice(self._found("*/*"), _LOOKED_AT)]
+        return not some or any(_ENTRY.fullmatch(one.name) and self._value(one) is not None for one in some)
+
     def get(self, key: str) -> bytes | None:
         """Return the value of a key; None if there is none."""
         path = self._path(key)
-        try:
-            content = path.read_bytes()
-            _touch(path)
-        except OSError:
-            # Removed by another process, or unreadable: as if it were not there.
-            return None
+        # Removed by another process, unreadable, or another user's that may only be read: no reason to end a run.
+        with suppress(OSError):
+            value = self._value(path)
+            if value is None:
+                path.unlink()
+                return None
+            with suppress(OSError):
+                _touch(path)
+            return value
+        return None
+
+    @staticmethod
+    def _value(path: Path) -> bytes | None:
+        """Return the value of a file; None if it is damaged."""
+        content = path.read_bytes()
         value = memoryview(content)[_DIGEST_BYTES:]
-        if content[:_DIGEST_BYTES] != _digest(key, value):
-            path.unlink(missing_ok=True)
-            return None
-        return bytes(value)
+        return bytes(value) if content[:_DIGEST_BYTES] == _digest(path.name, value) else None
 
     def put(self, key: str, value: bytes) -> None:
         """Keep a value, unless it alone would take more than all may. A disk that is full ends no run."""
@@ -147,22 +166,25 @@ class Store:
 
     def _files(self) -> Iterator[_File]:
         """Yield all values."""
-        for path in self._folder.glob("[0-9a-f][0-9a-f]/*"):
-            if _ENTRY.fullmatch(path.name):
-                with suppress(FileNotFoundError):
-                    found = path.stat()
+        return (one for one in self._found("[0-9a-f][0-9a-f]/*") if _ENTRY.fullmatch(one.path.name))
+
+    def _found(self, pattern: str) -> Iterator[_File]:
+        """Yield the files of a pattern. What is no file is none of this store's, and left alone."""
+        for path in self._folder.glob(pattern):
+            with suppress(FileNotFoundError):
+                found = path.stat()
+                if stat.S_ISREG(found.st_mode):
                     yield _File(found.st_mtime_ns, found.st_size, path)
 
     def _unfinished_bytes(self) -> int:
         """Return what is being written, after removing what processes that were ended have left behind."""
-        abandoned_s, total = time.time() - _ABANDONED_S, 0
-        for path in self._folder.glob(f"{_UNFINISHED}*"):
-            with suppress(FileNotFoundError):
-                found = path.stat()
-                if found.st_mtime < abandoned_s:
-                    path.unlink()
-                else:
-                    total += found.st_size
+        abandoned_ns, total = (time.time() - _ABANDONED_S) * 1e9, 0
+        for one in self._found(f"{_UNFINISHED}*"):
+            total += one.nbytes
+            if one.used_ns < abandoned_ns:
+                with suppress(PermissionError):
+                    one.path.unlink(missing_ok=True)
+                    total -= one.nbytes
         return total
 
     def _path(self, key: str) -> Path:
@@ -182,7 +204,11 @@ class Store:
 def _touch(path: Path) -> None:
     """Note that a file is used now. By itself, a system notes the time of its last tick, some milliseconds ago."""
     now_ns = time.time_ns()
-    os.utime(path, ns=(now_ns, now_ns))
+    try:
+        os.utime(path, ns=(now_ns, now_ns))
+    except PermissionError:
+        # Only a file's owner may name a time; whoever may write it may take that of the system.
+        os.utime(path)
 
 
 def _read_sum(ledger: int) -> int | None:

@@ -113,7 +113,7 @@ def _part(place: str, part: object) -> Message:
 
 def _of_share_gpt(place: str, given: Message) -> Message:
     speaker, value = given["from"], given.get("value")
-    if speaker not in _SPEAKERS:
+    if not isinstance(speaker, str) or speaker not in _SPEAKERS:
         raise Refused(f"{place}: 'from' must be one of {', '.join(_SPEAKERS)}, but is {speaker!r:.60}")
     rest = {name: one for name, one in given.items() if name not in ("from", "value")}
     if speaker == _CALL:
