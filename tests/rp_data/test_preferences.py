@@ -74,6 +74,10 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**SAID, "chosen": [{"role": "assistant", "tool_calls": [CALL]}], "tools": [{"name": "add"}]},
         {**SAID, "chosen": [{"role": "assistant", "tool_calls": [CALL]}], "tools": '[{"name": "add"}]'},
     ),
+    "options as JSON": (
+        {**SAID, "chat_template_kwargs": '{"enable_thinking": false}'},
+        {**SAID, "chat_template_kwargs": {"enable_thinking": False}},
+    ),
     "options": (
         {**SAID, "chat_template_kwargs": {"enable_thinking": False}},
         {**SAID, "chat_template_kwargs": {"enable_thinking": False}},
@@ -193,6 +197,7 @@ WRONG = {
     "the prompt must be .*, but ends with a message of the assistant": {**SAID, "prompt": ASKED + BETTER},
     "has 'images', which are not read from preferences": {**SAID, "images": ["a.png"]},
     "has a 'system', .* but is text; give it a 'prompt'": {"system": "Be", "chosen": "q: 2", "rejected": "q: 3"},
+    "'chat_template_kwargs' must be names and values": {**SAID, "chat_template_kwargs": "thinking"},
     "'system' must be text, but is a list": {**TEXT, "system": ["Be brief."]},
     "'chosen' and 'rejected' must be what comes after 'prompt'": {
         "prompt": "1+1?",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard, cast
 
@@ -253,7 +254,7 @@ def _made(
     if _is_said(prompt) and (not prompt or prompt[-1]["role"] == ASSISTANT):
         found = "ends with a message of the assistant" if prompt else "is nothing"
         raise Refused(f"{where}: the prompt must be what the assistant answers, but {found}")
-    options = row.get("chat_template_kwargs")
+    options = _options(where, row.get("chat_template_kwargs", {}))
     tools = listed(parsed(where, "tools", row.get("tools")))
     _check_stored(where, [prompt, *answers.values(), tools, options])
     return Preference(
@@ -262,8 +263,20 @@ def _made(
         tuple(answers.values()),
         label,
         tools,
-        cast("Mapping[str, Any]", options) if isinstance(options, dict) else {},
+        options,
     )
+
+
+def _options(where: str, value: object) -> Mapping[str, Any]:
+    """Return what a chat template is given, which tables have as JSON in a text."""
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if not isinstance(value, dict):
+        raise Refused(
+            f"{where}: 'chat_template_kwargs' must be names and values, also as JSON, but is {value!r:.60}"
+        )
+    return cast("Mapping[str, Any]", value)
 
 
 def _check_stored(where: str, values: Sequence[Any]) -> None:
