@@ -353,6 +353,22 @@ def test_graphs_leave_the_memory_that_runs_by_python_take(
     assert "of device memory are not free" in caplog.text
 
 
+def test_graphs_that_were_compared_stay_while_memory_is_short(
+    runtime: Runtime, replays: list[range], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, number = type(runtime.lanes[0].device), list[int]()
+    plan = PLANS["all fused"]
+    expected = trained(runtime, row(), "eager", plan, steps=40)
+
+    def another_takes_all(step: int) -> None:
+        number.append(len(replays))
+        if step == 20:
+            monkeypatch.setattr(kind, "obtainable_bytes", lambda self: self.memory().used_bytes)
+
+    assert_same(trained(runtime, row(), "graphs", plan, before=another_takes_all, steps=40), expected)
+    assert 0 < number[20] < number[30] < number[-1]
+
+
 def test_another_launch_is_refused() -> None:
     with pytest.raises(ValueError, match="launch must be 'auto' or 'graphs' or 'eager', but is 'fast'"):
         RoundPipeRunConfig(launch="fast")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -242,15 +243,17 @@ class TaskGraphs:
                 not entry.is_tried
                 or self._call_number >= entry.tried_at + min(_TRIED_AGAIN << entry.num_trials, TRIED_EACH)
             ):
-                self._call.graph_work.is_prepared = True
                 self._try(entry.graphs, microbatch, leaves, treedef, recomputes=recomputes)
                 entry.num_trials += entry.is_tried
                 entry.is_tried, entry.tried_at = True, self._call_number
         except NotCapturable as error:
-            if entry.is_tried:
+            is_short = isinstance(error, NoRoom)
+            if not entry.is_tried:
+                entry.is_short = is_short
+                self._refuse(entry, layers, str(error))
+            elif not is_short:
                 raise ImpureLayer(_CHANGED.format(_words(layers), error)) from None
-            entry.is_short = isinstance(error, NoRoom)
-            self._refuse(entry, layers, str(error))
+            # Graphs that were compared before stay, and are compared again when there is room.
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -322,10 +325,13 @@ class TaskGraphs:
 
     # Memory whose addresses stay
 
-    def _fix(self, layers: range) -> None:
-        """Wait for the weights of these layers, and have them where graphs read them."""
+    def _fix(self, layers: range, most: float = math.inf) -> None:
+        """Wait for the weights of these layers, and have them where graphs read them.
+
+        `most`: the bytes beside them that what follows takes at most.
+        """
         blocks = list(dict.fromkeys(self._blocks(layers)))
-        self._check_room(sum(self._missing_bytes(block) for block in blocks))
+        self._check_room(sum(self._missing_bytes(block) for block in blocks), most)
         for block in blocks:
             self._store.fixed[block] = self._fixed(block)
         for layer in layers:
@@ -357,12 +363,15 @@ class TaskGraphs:
         makes_sums = before.sums is None and self._adds_to(block)
         return memory + (block.layout.numel * sum_dtype(block.layout.dtype).itemsize if makes_sums else 0)
 
-    def _check_room(self, nbytes: int) -> None:
-        """Refuse graphs where memory is short: their pool holds about what a run takes beside weights."""
+    def _check_room(self, nbytes: int, most: float) -> None:
+        """Refuse graphs where memory is short: their pool holds about what a run takes beside weights.
+
+        `nbytes`: what is not there yet; `most`: what a run takes at most, if that is known.
+        """
         now = self._device.memory()
         # Only graphs use what pools hold.
         room = self._device.obtainable_bytes() - now.used_bytes - self._store.pool_bytes
-        needed = nbytes + max(now.peak_bytes - now.used_bytes, 0)
+        needed = nbytes + min(max(now.peak_bytes - now.used_bytes, 0), most)
         if room < needed:
             raise NoRoom(f"{needed / 1e9:.1f} GB of device memory are not free, but {room / 1e9:.1f}")
 
@@ -372,7 +381,9 @@ class TaskGraphs:
         self, graphs: LayerGraphs, microbatch: int, leaves: Sequence[Any], treedef: Any, *, recomputes: bool
     ) -> None:
         layers = graphs.layers
-        self._fix(layers)
+        # Its memory is there. A run by Python needs about what the pool holds.
+        self._fix(layers, self._store.pool_bytes)
+        self._call.graph_work.is_prepared = True
         grads = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         plain = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
