@@ -35,9 +35,6 @@ _CALLS = 2
 _NEAR = 0.01
 # Significant digits of the bytes that an optimizer moves for a weight: states that differ by less share a search.
 _DIGITS = 4
-# Graphs are foretold if launching takes this part of what devices take, or the GIL of everything, and chosen if a
-# step is faster by the second part: the engine, which tries them in such cases, measures the difference.
-_LAUNCHING, _GAIN = 0.8, 0.05
 # Searches that are kept, with all of their plans, for cases with equal costs and limits.
 _MOST_SEARCHES = 64
 
@@ -145,13 +142,6 @@ class Planned:
             + self.graph_bytes
         )
 
-    @property
-    def waits_for_launching(self) -> bool:
-        """Whether devices compute for hardly longer than it takes to launch that."""
-        used = self.priced_plan.used(self.devices)
-        launching_ms = max(self.priced_plan.work.launch_ms / used, self.priced_plan.loads_ms(self.devices)["GIL"])
-        return launching_ms >= _LAUNCHING * self.priced_plan.busy_ms / used
-
     def timeline(self) -> Timeline:
         """Return one call of the plan, simulated."""
         return _timeline(self.priced_plan, [self.tasks], self.devices)
@@ -208,19 +198,13 @@ class Foretold:
 def foretell(case: Case, *, settles: bool = True) -> Foretold:
     """Plan a case and forecast its memory. `settles`: search until the end, and simulate the result.
 
-    With ``compute="auto"`` and ``launch="auto"`` the answer's case has what is chosen. Graphs that do not fit are
-    none, as in the engine. Cases that differ in host memory only often lead to the same search, which is then made
-    once.
+    With ``compute="auto"`` the answer's case has what is chosen. Graphs that do not fit are none, as in the engine.
+    Cases that differ in host memory only often lead to the same search, which is then made once.
     """
     answer = _with_compute(case, settles=settles)
-    how, planned = case.workload.how, answer.planned
-    if how.launch == "graphs":
-        return answer if planned is not None else _with_compute(case.launched("eager"), settles=settles)
-    if planned is None or not (how.chooses_launch and planned.waits_for_launching):
-        return answer
-    by_graphs = _with_compute(case.launched("graphs"), settles=settles)
-    gains = by_graphs.planned is not None and by_graphs.planned.ms <= (1 - _GAIN) * planned.ms
-    return by_graphs if gains and by_graphs.forecast.fits >= answer.forecast.fits else answer
+    if case.workload.how.launch == "graphs" and answer.planned is None:
+        return _with_compute(case.launched("eager"), settles=settles)
+    return answer
 
 
 def _with_compute(case: Case, *, settles: bool) -> Foretold:

@@ -38,7 +38,7 @@ class Request:
     `disk_tbw`: the 10^12 bytes that may be written in its life. `frozen`: "disk" keeps frozen weights there, too.
     `utilisation`: the part of the card's dense rate that layers reach, None for the usual one.
     `compute`: how layers multiply; "auto" for bf16 or fp8, as is faster by the card's rates. `launch`: what tells
-    devices to compute; "auto" for graphs where they fit and a step is faster.
+    devices to compute; "auto" as the engine chooses for compiled layers: "eager".
 
     >>> from rp_estimate.machine.cards import card_named
     >>> Request(model=Path("config.json"), card=card_named("H100"), batch=8).optimizer
