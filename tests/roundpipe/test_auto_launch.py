@@ -56,9 +56,10 @@ class Asking:
     tasks: Sequence[Task] = field(default_factory=lambda: fused(8))
     layers: frozenset[int] = ALL
     missing: int | None = 0
+    is_timed: bool = False
 
     def __post_init__(self) -> None:
-        self.choice = LaunchChoice(self.timer)
+        self.choice = LaunchChoice(self.timer, is_timed=self.is_timed)
 
     def by_graphs(self) -> bool:
         self.choice.decide(LaunchQuestion(self.tasks, lambda: self.layers, lambda _: self.missing))
@@ -131,11 +132,17 @@ def test_nothing_is_chosen_before_times_and_memory_are_known() -> None:
     assert asking.by_graphs()
 
 
+def compared(*calls_ms: float) -> Asking:
+    """A kind of call that graphs launch, since launching bounds it, after calls of these times by Python."""
+    asking = Asking(timer(5.0, 5.0), is_timed=True)
+    asking.calls(*calls_ms, replayed=False)
+    assert asking.by_graphs()
+    return asking
+
+
 def test_graphs_stay_if_calls_are_faster(caplog: pytest.LogCaptureFixture) -> None:
-    asking = Asking(timer(5.0, 5.0))
     with caplog.at_level(logging.INFO, "rp_sched"):
-        asking.calls(100.0, 101.0, replayed=False)
-        assert asking.by_graphs()
+        asking = compared(100.0, 101.0, 99.0, 100.0, 130.0)
         # Another plan pays now, but calls are compared with those of the best one without.
         asking.tasks = fused(4, 4)
         asking.by_graphs()
@@ -149,9 +156,7 @@ def test_graphs_stay_if_calls_are_faster(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_graphs_go_if_calls_are_no_faster_and_are_not_tried_again_for_the_same_layers() -> None:
-    asking = Asking(timer(5.0, 5.0))
-    asking.calls(100.0, replayed=False)
-    assert asking.by_graphs()
+    asking = compared(*[100.0] * 5)
     asking.calls(*[99.5] * 5)
 
     assert not asking.by_graphs()
@@ -159,22 +164,72 @@ def test_graphs_go_if_calls_are_no_faster_and_are_not_tried_again_for_the_same_l
     asking.tasks = fused(16)
     assert not asking.by_graphs()
     asking.timer.num_drifts += 1
+    asking.calls(*[100.0] * 5, replayed=False)
+    assert not asking.by_graphs()
+    asking.calls(*[100.0] * 5, replayed=False)
     assert asking.by_graphs()
+
+
+def test_calls_whose_layers_are_measured_are_compared_with_none() -> None:
+    asking = Asking(timer(5.0, 5.0), is_timed=True)
+    for number in range(9):
+        asking.choice.note(150.0, replayed=False, is_measured=True)
+        assert not asking.by_graphs(), number
+    assert asking.choice.decision is None
+    asking.calls(*[100.0] * 5, replayed=False)
+    assert asking.by_graphs()
+    # Slower than by Python, but faster than what is measured by Python.
+    asking.calls(*[110.0] * 5)
+    assert not asking.by_graphs()
+
+
+def test_a_plan_by_which_graphs_can_launch_is_timed_without_them_first() -> None:
+    asking = Asking(timer(5.0, 5.0), fused(2, 2), is_timed=True)
+    asking.calls(*[100.0] * 8, replayed=False)
+    assert not asking.by_graphs()
+    asking.tasks = fused(8)
+    assert not asking.by_graphs()
+    asking.calls(*[100.0] * 5, replayed=False)
+    assert asking.by_graphs()
+    asking.calls(*[1000.0] * 5)
+    assert not asking.by_graphs()
+
+
+def test_plans_that_alternate_are_judged_together() -> None:
+    asking = Asking(timer(5.0, 5.0), is_timed=True)
+    chosen: list[bool] = []
+    for number in range(60):
+        asking.tasks = fused(8) if number % 2 else fused(4, 4)
+        chosen.append(asking.by_graphs())
+        asking.calls(1000.0 if chosen[-1] else 100.0, replayed=chosen[-1])
+    assert any(chosen)
+    assert not chosen[-1]
+    assert asking.reason() == "calls took 1000 ms by graphs and 100 ms without"
+
+
+def test_what_was_configured_is_judged_once_it_is_not() -> None:
+    asking = Asking(timer(5.0, 5.0), is_timed=True)
+    asking.choice.follow(LaunchQuestion(asking.tasks, lambda: ALL, lambda _: 0))
+    asking.calls(*[1000.0] * 50)
+    assert not asking.by_graphs()
+    asking.calls(*[100.0] * 5, replayed=False)
+    assert asking.by_graphs()
+    asking.calls(*[1000.0] * 5)
+    assert not asking.by_graphs()
 
 
 def test_graphs_are_judged_again_when_layers_take_other_times() -> None:
-    asking = Asking(timer(5.0, 5.0))
-    asking.calls(100.0, replayed=False)
-    assert asking.by_graphs()
+    asking = compared(*[100.0] * 5)
     asking.calls(*[50.0] * 5)
     assert asking.by_graphs()
 
     measured, asking.timer.estimator = asking.timer.estimator, ModelTimer("calls", 4).estimator
     asking.timer.num_drifts += 1
-    assert asking.by_graphs()
-    # Measured by Python, and then by graphs.
-    asking.calls(*[60.0] * YOUNG_CALLS, replayed=False)
+    # Measured and timed by Python, and then by graphs.
+    assert not asking.by_graphs()
     asking.timer.estimator = measured
+    assert not asking.by_graphs()
+    asking.calls(*[60.0] * 5, replayed=False)
     assert asking.by_graphs()
     asking.calls(*[70.0] * 5)
     assert not asking.by_graphs()
@@ -182,7 +237,8 @@ def test_graphs_are_judged_again_when_layers_take_other_times() -> None:
 
 
 def test_graphs_go_if_none_is_launched() -> None:
-    asking = Asking(timer(5.0, 5.0))
+    # However many calls there were before they were chosen.
+    asking = compared(*[100.0] * 40)
     assert asking.by_graphs()
     asking.calls(*[100.0] * 32, replayed=False)
 
@@ -191,14 +247,13 @@ def test_graphs_go_if_none_is_launched() -> None:
 
 
 def test_graphs_stay_while_launching_is_somewhat_less_than_a_bound() -> None:
-    asking = Asking(timer(5.0, 5.0))
-    assert asking.by_graphs()
-    asking.timer.estimator = timer(3.0, 5.0).estimator
-    asking.timer.num_drifts += 1
-    assert asking.by_graphs()
-    asking.timer.estimator = timer(2.4, 5.0).estimator
-    asking.timer.num_drifts += 1
-    assert not asking.by_graphs()
+    asking = compared(*[100.0] * 5)
+    for launch_ms, by_graphs in ((3.0, True), (2.4, False)):
+        asking.timer.estimator = timer(launch_ms, 5.0).estimator
+        asking.timer.num_drifts += 1
+        assert not asking.by_graphs()
+        asking.calls(*[100.0] * 5, replayed=False)
+        assert asking.by_graphs() is by_graphs
 
 
 @pytest.mark.parametrize("launch", ["auto", "graphs", "eager"])
@@ -223,6 +278,8 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> None:
         *asks, may_choose=not may_choose, refusal=refusal
     )
     monkeypatch.setattr(planner, "Launching", choosing)
+    # On a busy machine plans change often.
+    monkeypatch.setattr(choices, "_PLANS", 0)
     # As if times had changed in each call.
     monkeypatch.setattr(LaunchChoice, "_has_news", lambda self: not self._measured.is_young())
     monkeypatch.setattr(choices, "launch_times", lambda *given: LaunchTimes(9.0, 10.0, 0.8 if given[2] else 0.0))
@@ -248,7 +305,7 @@ def test_calls_have_the_bits_of_eager_ones_whatever_is_chosen(
 ) -> None:
     monkeypatch.setattr(choices, "_GAIN", -1e9 if is_faster else 1.0)
     models: list[RoundPipe] = []
-    steps = 34
+    steps = 40
     with Runtime("cpu:1") as runtime, caplog.at_level(logging.INFO, "rp_sched"):
         expected = trained(runtime, row(), "eager", steps=steps)
         found = trained(runtime, row(), "auto", steps=steps, beside=lambda _, model: models.append(model))
@@ -358,13 +415,14 @@ class Simulated:
             plan, self.costs(by_graphs=work.is_replayed), mode="fused", microbatches=self.microbatches
         )
         took_ms = simulated_ms(priced, 1) + 500.0 * work.is_prepared
-        if (times := planner.watch(config, "fused", self.size, tasks)) is not None:
+        times = planner.watch(config, "fused", self.size, tasks)
+        if times is not None:
             self._measure(times, replayed=work.is_replayed)
             planner.take(times)
         self._runtime.num_calls += 1
         begun, self._now = self._now, self._now + took_ms / 1e3
         span = CallSpan(self._runtime.num_calls, begun - 1e-6, self._now)
-        planner.note_over("fused", self.size, span, work, lambda: 0)
+        planner.note_over("fused", self.size, span, work, lambda: 0, is_measured=times is not None)
         return took_ms
 
     def _measure(self, times: LayerTimes, *, replayed: bool) -> None:
@@ -389,7 +447,7 @@ class Simulated:
 def test_a_plan_promises_what_calls_take_when_graphs_launch_them(caplog: pytest.LogCaptureFixture) -> None:
     with Runtime("cpu:1") as runtime, caplog.at_level(logging.INFO, "rp_sched"):
         model = Simulated(runtime)
-        eager = [model.call() for _ in range(9)]
+        eager = [model.call() for _ in range(14)]
         assert not model.planner.launching.by_graphs
         (before,) = model.planner.log.times()
         taken = [model.call() for _ in range(6)]
@@ -399,7 +457,7 @@ def test_a_plan_promises_what_calls_take_when_graphs_launch_them(caplog: pytest.
         taken += [model.call() for _ in range(15)]
         (after,) = model.planner.log.times()
 
-    assert eager == pytest.approx([400.0] * 9)
+    assert eager == pytest.approx([400.0] * 14)
     assert before.promised_ms == pytest.approx(400.0)
     # Two of 16 microbatches are Python's; in the others the head is, and the device computes for longer than that.
     assert taken[-1] == pytest.approx(2 * 25 + 14 * 15)

@@ -113,6 +113,12 @@ def test_calls_without_replays_are_not_measured_for_ever(timer: ModelTimer) -> N
     assert measured == 24
 
 
+def test_no_replays_are_waited_for_once_python_launches_again(timer: ModelTimer) -> None:
+    timer.launch_by_graphs(True)
+    timer.launch_by_graphs(False)
+    assert not any(timer.watches_next() for _ in range(10))
+
+
 def test_replays_that_take_other_times_are_found(timer: ModelTimer) -> None:
     timer.launch_by_graphs(True)
     for ms in (6.0, 6.0, 6.0, 9.0, 9.0):

@@ -198,8 +198,8 @@ class Foretold:
 def foretell(case: Case, *, settles: bool = True) -> Foretold:
     """Plan a case and forecast its memory. `settles`: search until the end, and simulate the result.
 
-    With ``compute="auto"`` the answer's case has what is chosen. Graphs that do not fit are none, as in the engine.
-    Cases that differ in host memory only often lead to the same search, which is then made once.
+    With ``compute="auto"`` the answer's case has what is chosen. Graphs that do not fit are none, as in the
+    engine. Cases that differ in host memory only often lead to the same search, which is then made once.
     """
     answer = _with_compute(case, settles=settles)
     if case.workload.how.launch == "graphs" and answer.planned is None:

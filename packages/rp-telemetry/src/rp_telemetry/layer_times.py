@@ -281,7 +281,9 @@ class ModelTimer:
         self._by_graphs = by_graphs
         if by_graphs:
             self._await_replays()
-        elif self._has_replays:
+            return
+        self._wanted_replays = 0
+        if self._has_replays:
             self._wanted = self.estimator.samples + YOUNG_CALLS
 
     def _await_replays(self) -> None:

@@ -253,7 +253,7 @@ class PlanOptions(AdapterOptions):
         "bf16",
     )
     launch: str = option(
-        "what tells GPUs to compute: eager, Python; graphs, CUDA graphs where they fit; auto, eager for compiled layers",
+        "what tells GPUs to compute: eager, Python; graphs, CUDA graphs where they fit; auto, eager",
         one_of(("auto", "graphs", "eager")),
         "auto",
     )

@@ -268,11 +268,13 @@ class Runs(Observer):
             return
         self.planner.note_shortages([shortage.task for shortage in work.shortages], work.size)
         if not work.aborted:
-            for times in work.take_times():
+            measured = work.take_times()
+            for times in measured:
                 self.planner.take(times, is_whole=not work.shortages)
             if not work.shortages:
+                call = work.call
                 self.planner.note_over(
-                    work.call.mode, work.size, work.span, work.call.graph_work, self._pool_bytes
+                    call.mode, work.size, work.span, call.graph_work, self._pool_bytes, is_measured=bool(measured)
                 )
         warn_of_shortages(work)
 

@@ -229,12 +229,25 @@ class Planner:
         return resident_bytes(tasks, costs) + taken
 
     def note_over(
-        self, mode: Mode, size: CallSize, call: CallSpan, work: GraphWork, pool_bytes: Callable[[], int]
+        self,
+        mode: Mode,
+        size: CallSize,
+        call: CallSpan,
+        work: GraphWork,
+        pool_bytes: Callable[[], int],
+        *,
+        is_measured: bool,
     ) -> None:
-        """Use what a call took that is over. `work`: what graphs did in it; `pool_bytes`: asks what they hold."""
+        """Use what a call took that is over, and whether its layers were measured.
+
+        `work`: what graphs did in it; `pool_bytes`: asks what they hold.
+        """
+        count = size.microbatches
         call_ms = self.log.note(mode, call, is_usual=not work.is_prepared)
         if call_ms is not None:
-            self.launching.note(mode, size.microbatches, call_ms, replayed=work.is_replayed)
+            # Where all calls are measured, these are alike.
+            is_measured = is_measured and not self._timer(mode, count).VERBOSE
+            self.launching.note(mode, count, call_ms, replayed=work.is_replayed, is_measured=is_measured)
         if work.is_prepared and self._sees_memory:
             self.footprint.note_pools(pool_bytes(), size.rows)
 

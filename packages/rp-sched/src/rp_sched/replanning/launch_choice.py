@@ -21,12 +21,15 @@ _BOUND = 0.7
 _STAYS = 0.5
 # They have to take over this part of launching. First and last microbatches are not theirs, nor are some layers.
 _LEAST_PART = 0.2
-# Calls before they are judged, and the part of a call's time that they have to save.
+# Graphs are judged by so many calls, and as many by Python before, and have to save this part of a call's time.
+# Calls whose layers are measured take longer, so they do not count.
 _TRIAL, _GAIN = 5, 0.02
 # The latest calls that count, as for plans.
 _WINDOW = 8
 # They are given up after so many calls in which none was launched.
 _PATIENCE = 32
+# Calls count under one plan; under any once so many plans came too early for that.
+_PLANS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,23 +159,27 @@ def _of_layer(task: Task, layer: int, estimator: Estimator) -> tuple[float, floa
 class LaunchChoice:
     """Decides for calls of one kind, as often as what it depends on changes.
 
-    `decision`: None until the first nine calls are measured, and on devices that have no choice. `layers`: those
-    that graphs launch; empty: none.
+    `decision`: None until the first nine calls are measured, and some after these for graphs to be compared with;
+    also on devices that have no choice. `layers`: those that graphs launch; empty: none.
 
-    Graphs are tried where launching bounds a call and there is memory for them. They stay if calls were faster.
+    Graphs are tried where launching bounds a call and there is memory for them. They stay if calls were faster, or
+    if `is_timed` is false: then nobody notes how long calls take.
     """
 
-    def __init__(self, measured: MeasuredCalls) -> None:
+    def __init__(self, measured: MeasuredCalls, *, is_timed: bool = True) -> None:
         self.decision: LaunchDecision | None = None
         self.layers: frozenset[int] = frozenset()
         self._measured = measured
+        self._is_timed = is_timed
         self._asked: Hashable = None
         self._num_drifts = measured.num_drifts
         # Calls have shown whether graphs gain, for layers as they are.
         self._is_judged = False
+        # Graphs were the last choice by times.
+        self._chose_graphs = False
         self._plan: Hashable = None
         self._ms: dict[bool, deque[float]] = {}
-        self._idle_calls = 0
+        self._num_plans = self._idle_calls = 0
         self._forget_calls()
 
     @property
@@ -186,19 +193,21 @@ class LaunchChoice:
             self._num_drifts, self._is_judged = self._measured.num_drifts, False
             self._forget_calls()
         before, self._plan = self._plan, question.plan
-        if before not in (None, self._plan):
+        if before not in (None, self._plan) and self._num_plans < _PLANS:
+            self._num_plans += 1
             # Calls by Python that graphs are compared with were under the plan that was best for these.
             self._ms[self.by_graphs].clear()
         self._judge()
         if not self._is_judged and self._has_news():
             self._predict(question)
 
-    def note(self, call_ms: float, *, replayed: bool) -> None:
-        """Note how long a call took. `replayed`: graphs have launched some of it."""
+    def note(self, call_ms: float, *, replayed: bool, is_measured: bool = False) -> None:
+        """Note how long a call took. `replayed`: graphs launched some of it; `is_measured`: its layers were."""
         self._idle_calls = 0 if replayed else self._idle_calls + 1
-        # Layers that take other times are measured by Python first, also where graphs launch them.
-        if replayed == self.by_graphs or (not replayed and self._measured.is_young()):
+        if replayed == self.by_graphs and not is_measured:
             self._ms[replayed].append(call_ms)
+        if self._num_plans < _PLANS and len(self._ms[self.by_graphs]) >= _TRIAL:
+            self._num_plans = 0
 
     def follow(self, question: LaunchQuestion) -> None:
         """Let graphs launch what they can, as the user has configured."""
@@ -212,7 +221,7 @@ class LaunchChoice:
 
     def refuse(self, reason: str) -> None:
         """Launch by Python from now on, until layers take other times."""
-        self._is_judged = True
+        self._is_judged, self._chose_graphs = True, False
         self._set(LaunchDecision(False, reason), frozenset())
 
     def _has_news(self) -> bool:
@@ -225,17 +234,25 @@ class LaunchChoice:
 
     def _forget_calls(self) -> None:
         self._ms = {by_graphs: deque(maxlen=_WINDOW) for by_graphs in (False, True)}
-        self._idle_calls = 0
+        self._num_plans = self._idle_calls = 0
+
+    @property
+    def _has_base(self) -> bool:
+        """Whether there are calls by Python to compare graphs with."""
+        return not self._is_timed or len(self._ms[False]) >= _TRIAL
 
     def _judge(self) -> None:
-        """Go back to Python if calls by graphs were no faster, or if there were none."""
+        """Go back to Python if calls by graphs were no faster, if there were none, or none by Python before."""
         if not self.by_graphs or self._is_judged:
             return
-        eager, by_graphs = self._ms[False], self._ms[True]
-        if self._idle_calls >= _PATIENCE:
+        by_graphs = self._ms[True]
+        if not self._has_base:
+            self._asked = None
+            self._set(LaunchDecision(False, "calls without graphs are to be timed first"), frozenset())
+        elif self._idle_calls >= _PATIENCE:
             self.refuse(f"graphs launched nothing in {_PATIENCE} calls")
-        elif eager and len(by_graphs) >= _TRIAL:
-            before, now = median(eager), median(by_graphs)
+        elif len(by_graphs) >= _TRIAL:
+            before, now = median(self._ms[False]), median(by_graphs)
             took = f"calls took {now:.0f} ms by graphs and {before:.0f} ms without"
             if now > (1 - _GAIN) * before:
                 self.refuse(took)
@@ -245,18 +262,21 @@ class LaunchChoice:
 
     def _predict(self, question: LaunchQuestion) -> None:
         layers = question.replayable()
-        if not layers:
+        if not (layers and self._has_base):
             # What layers do may not have been seen yet.
             self._asked = None
+        if not self._has_base:
+            return
         times = launch_times(question.tasks, self._measured, layers)
         if times is None:
             return
         reason = self._against(times, question, layers)
+        self._chose_graphs = reason is None
         decision = LaunchDecision(reason is None, reason or str(times))
         self._set(decision, frozenset() if reason else layers)
 
     def _against(self, times: LaunchTimes, question: LaunchQuestion, layers: frozenset[int]) -> str | None:
-        if not times.bounds(_STAYS if self.by_graphs else _BOUND):
+        if not times.bounds(_STAYS if self._chose_graphs else _BOUND):
             return str(times)
         if question.replays_none:
             return f"no task has {LEAST_REPLAYED} microbatches, of which graphs launch the inner ones"
@@ -271,4 +291,6 @@ class LaunchChoice:
     def _set(self, decision: LaunchDecision, layers: frozenset[int]) -> None:
         before, self.decision, self.layers = self.decision, decision, layers
         if before is None or before.by_graphs != decision.by_graphs:
+            self._num_plans = self._idle_calls = 0
+            self._ms[decision.by_graphs].clear()
             _LOG.info("%s: launch %s", self._measured.what, decision)

@@ -62,7 +62,7 @@ class Launching:
         self.by_graphs = launch == "graphs"
         if launch == "eager" or not (may_replay and self._may_choose):
             return
-        choice = self._choices.setdefault((mode, microbatches), LaunchChoice(measured))
+        choice = self._choices.setdefault((mode, microbatches), LaunchChoice(measured, is_timed=mode != "train"))
         missing = partial(self._missing_bytes, rows, tasks)
         question = LaunchQuestion(tasks, partial(self._graphable, mode), missing)
         if launch == "graphs":
@@ -96,8 +96,10 @@ class Launching:
         """How the last training call was launched, and why; None where there is no choice, or not yet."""
         return None if self._trained is None else self.decision(*self._trained)
 
-    def note(self, mode: Mode, microbatches: int, call_ms: float, *, replayed: bool) -> None:
-        """Note how long a call took. `replayed`: graphs have launched some of it."""
+    def note(
+        self, mode: Mode, microbatches: int, call_ms: float, *, replayed: bool, is_measured: bool = False
+    ) -> None:
+        """Note how long a call took. `replayed`: graphs launched some of it; `is_measured`: its layers were."""
         choice = self._choices.get((mode, microbatches))
         if choice is not None:
-            choice.note(call_ms, replayed=replayed)
+            choice.note(call_ms, replayed=replayed, is_measured=is_measured)
