@@ -267,7 +267,40 @@ def test_what_is_refused_for_a_model_is_chosen_only_if_configured(launch: Any) -
     assert bool(launching.layers_of_call("train", 8)) == (launch == "graphs")
 
 
+def test_memory_of_graphs_is_counted_until_no_calls_have_any() -> None:
+    launching = Launching(lambda _: ALL, lambda *_: 0, may_choose=True)
+    launching.choose("graphs", "fused", 8, 2, fused(8), timer(5.0, 5.0))
+    kept = launching.graphed
+    assert kept
+    # Neither an evaluation nor calls that are to have none free what others have.
+    launching.choose("auto", "infer", 8, 2, fused(8), ModelTimer("calls", 4))
+    launching.choose("eager", "fused", 8, 2, fused(8), timer(5.0, 5.0))
+    assert launching.graphed == kept
+    assert not launching.frees_graphs
+    launching._choices["fused", 8].refuse("they gain nothing")
+    launching.choose("auto", "infer", 8, 2, fused(8), ModelTimer("calls", 4))
+    assert not launching.graphed
+    assert launching.frees_graphs
+
+
 # In the engine
+
+
+def test_plans_of_all_calls_leave_what_graphs_of_some_keep() -> None:
+    with Runtime("cpu:1", device_memory_bytes=10**8) as runtime:
+        planner = RoundPipe(mlp(), runtime=runtime).engine.planner
+        footprint, tasks = planner.footprint, [Task("F", range(2), range(8), 0)]
+        footprint.most_rows, footprint.knows_peak = 4, True
+        before = planner._foreseen_bytes(4, tasks, frozenset()), planner._problem("infer", 4)[1]
+        footprint.graphed = frozenset({0, 1})
+        footprint.note_pools(1000, 4)
+        after = planner._foreseen_bytes(4, tasks, frozenset()), planner._problem("infer", 4)[1]
+        fixed = sum(cost.weight_bytes + cost.gradient_bytes for cost in planner._guesses(4)[:2])
+        # A pool is as large as it is, however many rows others have.
+        assert footprint.graph_bytes(planner._guesses(64), 64) == fixed + 1000
+
+    assert after[0] - before[0] == fixed + 1000
+    assert before[1].device_memory_bytes == (after[1].device_memory_bytes or 0) + fixed + 1000
 
 
 @pytest.fixture
@@ -318,7 +351,8 @@ def test_calls_have_the_bits_of_eager_ones_whatever_is_chosen(
     assert str(fused_calls).endswith("graphs") is is_faster
     assert fused_calls.launch.by_graphs is is_faster
     told = [text for text in caplog.messages if "launch " in text and "fused" in text]
-    assert len(told) == (1 if is_faster else 2)
+    assert sum("launch graphs" in text for text in told) == 1
+    assert ("launch graphs" in told[-1]) is is_faster
     # What they took is given back.
     assert all(bool(store.fixed) is is_faster for store in stores)
 
@@ -415,14 +449,14 @@ class Simulated:
             plan, self.costs(by_graphs=work.is_replayed), mode="fused", microbatches=self.microbatches
         )
         took_ms = simulated_ms(priced, 1) + 500.0 * work.is_prepared
-        times = planner.watch(config, "fused", self.size, tasks)
-        if times is not None:
+        if (times := planner.watch(config, "fused", self.size, tasks)) is not None:
+            work.is_measured = True
             self._measure(times, replayed=work.is_replayed)
             planner.take(times)
         self._runtime.num_calls += 1
         begun, self._now = self._now, self._now + took_ms / 1e3
         span = CallSpan(self._runtime.num_calls, begun - 1e-6, self._now)
-        planner.note_over("fused", self.size, span, work, lambda: 0, is_measured=times is not None)
+        planner.note_over("fused", self.size, span, work, lambda: 0)
         return took_ms
 
     def _measure(self, times: LayerTimes, *, replayed: bool) -> None:

@@ -70,7 +70,8 @@ class LayerTimes:
 
     `launches`: the processor time of launching; None on CPU devices, where a layer computes while it is launched.
     `transfers`: copies of blocks, by device. `by_graphs`: layers that graphs launch in inner microbatches, of
-    which only replays count: Python runs them in the others while weights arrive and gradients leave.
+    which only replays count: Python runs them in the others while weights arrive and gradients leave. `graphed`:
+    those of which devices have graphs, also for other launches.
 
     All threads of the launch add to it. Times may be read once the launch's tasks are over and their results and
     gradients are on the host.
@@ -89,6 +90,7 @@ class LayerTimes:
     ) -> None:
         self.timer = timer
         self.by_graphs = by_graphs
+        self.graphed = by_graphs
         self.replays = ReplayTimes()
         self.launches = launches
         self.transfers = Transfers()

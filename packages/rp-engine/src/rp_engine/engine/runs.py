@@ -268,13 +268,11 @@ class Runs(Observer):
             return
         self.planner.note_shortages([shortage.task for shortage in work.shortages], work.size)
         if not work.aborted:
-            measured = work.take_times()
-            for times in measured:
+            for times in work.take_times():
                 self.planner.take(times, is_whole=not work.shortages)
             if not work.shortages:
-                call = work.call
                 self.planner.note_over(
-                    call.mode, work.size, work.span, call.graph_work, self._pool_bytes, is_measured=bool(measured)
+                    work.call.mode, work.size, work.span, work.call.graph_work, self._pool_bytes
                 )
         warn_of_shortages(work)
 

@@ -33,7 +33,7 @@ class Footprint:
 
     `version` counts the measurements that matter to plans, `num_shortages` those of tasks that did not fit.
     `knows_peak`: whether the workspace was measured. `most_rows`: the most rows of microbatches whose layers were
-    measured; 0 before.
+    measured; 0 before. `graphed`: layers of which devices have graphs, whatever calls these launch.
     """
 
     def __init__(self, layers: Sequence[LayerState]) -> None:
@@ -41,6 +41,7 @@ class Footprint:
         self.num_shortages = 0
         self.knows_peak = False
         self.most_rows = 0
+        self.graphed = frozenset[int]()
         # The workspace by rows, where it was measured.
         self._working: dict[int, int] = {}
         # The bytes predicted for tasks that ran out of memory, by the rows of their microbatches.
@@ -98,18 +99,21 @@ class Footprint:
             self._pools = rows, nbytes
             self.version += 1
 
-    def graph_bytes(self, costs: Sequence[LayerCost], rows: int) -> int:
+    def graph_bytes(self, costs: Sequence[LayerCost], rows: int, graphed: frozenset[int] | None = None) -> int:
         """Return what graphs keep on a device: weights and gradients of their layers, and pools.
 
-        A pool holds about what a microbatch takes beside these, until it is there to be measured.
+        Those of these costs, and of layers that have graphs for other calls: `graphed`, or by default now. A pool
+        holds about what a microbatch takes beside these, until it is there to be measured.
         """
-        fixed = sum(cost.fixed_bytes for cost in costs)
-        if not any(cost.has_graphs for cost in costs):
+        own = {layer for layer, cost in enumerate(costs) if cost.has_graphs}
+        layers = [costs[layer] for layer in own | (self.graphed if graphed is None else graphed)]
+        if not layers:
             return 0
+        fixed = sum(cost.weight_bytes + cost.gradient_bytes for cost in layers)
         if self._pools is None:
-            return fixed + sum(cost.kept_bytes for cost in costs if cost.has_graphs) + self.working_at(rows)
+            return fixed + sum(cost.kept_bytes for cost in layers) + self.working_at(rows)
         most, nbytes = self._pools
-        return fixed + nbytes * max(rows, most) // most
+        return fixed + nbytes * max(rows if own else 0, most) // most
 
     def working_at(self, rows: int) -> int:
         """Return the workspace for `rows`: on a line between measured ones; beyond the largest, in proportion.

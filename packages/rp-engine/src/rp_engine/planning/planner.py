@@ -93,9 +93,9 @@ class Planner:
         refusal = _COMPILED if self._compiles else ""
         self.launching = Launching(self._graphable, self._missing_bytes, may_choose=may_choose, refusal=refusal)
         self._homes: tuple[tuple[int, ...], ...] = ()
-        # Each with the footprint's version and number of shortages at its last update, and with the layers that
-        # graphs launched. It is updated when the version has changed, and told whether memory has run out since.
-        self._plans: dict[object, tuple[tuple[int, int, frozenset[int]], PlanInUse]] = {}
+        # Each with the footprint's version and number of shortages at its last update, and with the layers of its
+        # graphs and of all. It is updated when the version has changed, and told whether memory has run out since.
+        self._plans: dict[object, tuple[tuple[int, int, object], PlanInUse]] = {}
         self.footprint = Footprint(self._state.layers)
         self._launches: deque[LayerTimes] = deque(maxlen=_LAUNCHES)
         self.pricing = Pricing(self._state, self._runtime, self.footprint, self._has_room_for_pairs)
@@ -118,14 +118,13 @@ class Planner:
         is_given = not config.is_planned and self._on_host and not self._sees_memory
         if not timer.watches_next() or (is_given and not timer.VERBOSE):
             return None
-        replayed = (
-            self.launching.layers_of_call(mode, size.microbatches) if not timer.is_young() else frozenset[int]()
-        )
+        replayed = frozenset[int]() if timer.is_young() else self.launching.layers_of_call(mode, size.microbatches)
         # A CPU device computes on the thread that launches, so launching cannot be measured separately.
         launches = None if self._on_host or replayed else Launches()
         times = LayerTimes(
             timer, size.rows, tasks, self._peak_bytes(), self.spare_bytes, launches=launches, by_graphs=replayed
         )
+        times.graphed = self.footprint.graphed
         self._launches.append(times)
         return times
 
@@ -168,7 +167,7 @@ class Planner:
         return self._guesses(times.rows, times.by_graphs)
 
     def _graph_bytes(self, times: LayerTimes) -> int:
-        return self.footprint.graph_bytes(self._costs(times), times.rows)
+        return self.footprint.graph_bytes(self._costs(times), times.rows, times.graphed)
 
     def _peak_bytes(self) -> int:
         return max(use.peak_bytes for use in self._runtime.memory())
@@ -202,15 +201,11 @@ class Planner:
         # Below the lowest trained layer nothing needs gradients.
         lowest = 0 if input_grads else self._state.first_trainable()
         kept = tuple(_from(lowest, task) for task in tasks if not task.recomputes or task.layers.stop > lowest)
+        timer, may_replay = self._timer(mode, size.microbatches), config.recompute_grain != "layer"
         self.launching.choose(
-            config.launch or "auto",
-            mode,
-            size.microbatches,
-            size.rows,
-            kept,
-            self._timer(mode, size.microbatches),
-            may_replay=config.recompute_grain != "layer",
+            config.launch or "auto", mode, size.microbatches, size.rows, kept, timer, may_replay=may_replay
         )
+        self.footprint.graphed = self.launching.graphed
         self._predict(mode, size, kept)
         return kept
 
@@ -229,25 +224,13 @@ class Planner:
         return resident_bytes(tasks, costs) + taken
 
     def note_over(
-        self,
-        mode: Mode,
-        size: CallSize,
-        call: CallSpan,
-        work: GraphWork,
-        pool_bytes: Callable[[], int],
-        *,
-        is_measured: bool,
+        self, mode: Mode, size: CallSize, call: CallSpan, work: GraphWork, pool_bytes: Callable[[], int]
     ) -> None:
-        """Use what a call took that is over, and whether its layers were measured.
-
-        `work`: what graphs did in it; `pool_bytes`: asks what they hold.
-        """
-        count = size.microbatches
+        """Use what a call took that is over. `work`: what graphs did in it; `pool_bytes`: asks what they hold."""
         call_ms = self.log.note(mode, call, is_usual=not work.is_prepared)
         if call_ms is not None:
-            # Where all calls are measured, these are alike.
-            is_measured = is_measured and not self._timer(mode, count).VERBOSE
-            self.launching.note(mode, count, call_ms, replayed=work.is_replayed, is_measured=is_measured)
+            replayed, is_measured = work.is_replayed, work.is_measured
+            self.launching.note(mode, size.microbatches, call_ms, replayed=replayed, is_measured=is_measured)
         if work.is_prepared and self._sees_memory:
             self.footprint.note_pools(pool_bytes(), size.rows)
 
@@ -333,14 +316,15 @@ class Planner:
         rows = _rounded_up(size.rows)
         key = (mode, size.microbatches, writers, rows if self._sees_memory else 0)
         layers = self.launching.layers(mode, size.microbatches)
-        state = self.footprint.version, self.footprint.num_shortages, layers
+        graphs = layers, self.footprint.graphed
+        state = self.footprint.version, self.footprint.num_shortages, graphs
         if key not in self._plans:
             plan = self._new_plan(mode, size.microbatches, rows)
         else:
             (version, shortages, before), plan = self._plans[key]
             if version != self.footprint.version:
                 plan.update(*self._problem(mode, rows, layers), ran_out=shortages != self.footprint.num_shortages)
-            if layers != before:
+            if graphs != before:
                 plan.reprice(*self._problem(mode, rows, layers))
         self._plans[key] = (state, plan)
         return plan
@@ -363,10 +347,7 @@ class Planner:
             self.chosen[mode] = counts[-1] if best is None else best[0]
             _LOG.info(
                 "model %r: %d microbatches in each call of mode %s, chosen for a batch of %d",
-                self._name,
-                self.chosen[mode],
-                mode,
-                batch_size,
+                *(self._name, self.chosen[mode], mode, batch_size),
             )
         return min(self.chosen[mode], batch_size)
 

@@ -18,7 +18,8 @@ class Launching:
     """The choices of one model's kinds of calls: each a mode and a number of microbatches.
 
     `by_graphs`: whether graphs launch layers of the last planned call, where they can. `frees_graphs`: they have
-    launched calls, but will launch none. `graphable`: the layers that they could launch in calls of a mode.
+    launched calls, but will launch none. `graphed`: the layers of which devices have graphs until then, for calls
+    of any kind. `graphable`: the layers that they could launch in calls of a mode.
     `missing_bytes`: the device memory that graphs of some layers lack, beside what these tasks take with so many
     rows; None if that is not known. `may_choose`: whether graphs could gain on these devices. `refusal`: why
     ``"auto"`` chooses none for this model; empty if it may.
@@ -33,6 +34,7 @@ class Launching:
         refusal: str = "",
     ) -> None:
         self.by_graphs = self.frees_graphs = False
+        self.graphed = _NONE
         self._had_graphs = False
         # The kind of the last training call.
         self._trained: tuple[Mode, int] | None = None
@@ -76,6 +78,7 @@ class Launching:
         self._had_graphs = self._had_graphs or self.by_graphs
         has_any = self.by_graphs or any(one.by_graphs for one in self._choices.values())
         self.frees_graphs = self._had_graphs and not has_any
+        self.graphed = self.graphed | choice.layers if has_any else _NONE
 
     def layers(self, mode: Mode, microbatches: int) -> frozenset[int]:
         """Return the layers that graphs launch in calls of this kind, as plans count with them."""

@@ -35,10 +35,12 @@ class GraphWork:
     """What graphs did in one call. Its tasks' threads only ever set these.
 
     `is_prepared`: some were captured or tried, which takes longer than calls do. `is_replayed`: some ran.
+    `is_measured`: layers were timed, which takes longer, too; not where they always are.
     """
 
     is_prepared: bool = False
     is_replayed: bool = False
+    is_measured: bool = False
 
 
 @dataclass

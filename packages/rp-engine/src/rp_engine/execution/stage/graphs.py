@@ -91,6 +91,7 @@ class TaskGraphs:
         self._prepared = 0
         self._added: set[Block] = set()
         self._times = times
+        call.graph_work.is_measured |= times is not None and not times.timer.VERBOSE
         # Calls that are measured for a plan by Python have no replays.
         is_asked = call.by_graphs and (times is None or bool(times.by_graphs))
         self.is_used = is_asked and call.aside is None and not self._store.is_off
@@ -247,13 +248,12 @@ class TaskGraphs:
                 entry.num_trials += entry.is_tried
                 entry.is_tried, entry.tried_at = True, self._call_number
         except NotCapturable as error:
-            is_short = isinstance(error, NoRoom)
             if not entry.is_tried:
-                entry.is_short = is_short
+                entry.is_short = isinstance(error, NoRoom)
                 self._refuse(entry, layers, str(error))
-            elif not is_short:
+            # Where there is no room, graphs that were compared before stay, and are compared again later.
+            elif not isinstance(error, NoRoom):
                 raise ImpureLayer(_CHANGED.format(_words(layers), error)) from None
-            # Graphs that were compared before stay, and are compared again when there is room.
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
