@@ -269,6 +269,8 @@ def test_when_the_thread_of_heartbeats_fails_all_machines_end_with_its_error() -
 PEER = """
 machines = Machines.open(connections=1, timeout_s=20)
 tell("open")
+# Until the other one is open, too: it would fail in that.
+machines.exchange(0)
 if rank == 1:
     for link in machines._control._links.values():
         link.send(["say", 5, "a message that is right"])
