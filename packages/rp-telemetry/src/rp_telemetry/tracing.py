@@ -43,7 +43,7 @@ CALLER = "caller"
 OPTIMIZER = "optimizer"
 REDUCE = "reduce"
 GATHER = "gather"
-DISK_READS, DISK_WRITES, DISK_WAITS = "disk reads", "disk writes", "waits for disks"
+DISK_READS, DISK_WRITES, DISK_WAITS = _DISKS = "disk reads", "disk writes", "waits for disks"
 COMPUTE = "compute"
 NOTHING = nullcontext()
 # Nsight Systems sets the first in the processes it starts; users set the second.
@@ -289,12 +289,20 @@ class Recorder(Tracer):
 
 
 def _without_overlap(spans: Iterable[Span]) -> Iterator[Span]:
-    """Yield the spans of each row, shortened so that none begins before those that began earlier have ended."""
+    """Yield the spans of each row, shortened so that none begins before the previous one has ended.
+
+    Of a row the previous one is that which ended before. Of disks it is that which began before: what reads beside
+    a longer read takes no time of its own.
+    """
     ended_s: dict[str, float] = {}
-    for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
-        start_s = max(span.start_s, ended_s.get(span.row, 0.0))
-        ended_s[span.row] = max(start_s, span.end_s)
-        yield replace(span, start_s=min(start_s, span.end_s))
+    for span in sorted(spans, key=_place_in_row):
+        before_s = ended_s.get(span.row, 0.0)
+        ended_s[span.row] = max(before_s, span.end_s)
+        yield replace(span, start_s=min(max(span.start_s, before_s), span.end_s))
+
+
+def _place_in_row(span: Span) -> tuple[float, float]:
+    return (span.start_s, span.end_s) if span.row in _DISKS else (span.end_s, 0.0)
 
 
 def _measured(timed: _Timed, clock: _Clock) -> Span:
