@@ -21,7 +21,20 @@ from rp_sched.replanning import launch_choice as choices
 from rp_sched.replanning.launch_choice import LaunchChoice, LaunchQuestion, LaunchTimes, launch_times
 from rp_telemetry.call_span import CallSpan
 from rp_telemetry.layer_times import YOUNG_CALLS, LayerTimes, ModelTimer
-from test_graphs import LAYERS, MICROBATCHES, PLANS, LayerGraphs, Residual, assert_same, row, summed_loss, trained
+from test_graphs import (
+    LAYERS,
+    MICROBATCHES,
+    PLANS,
+    Residual,
+    assert_same,
+    replays,
+    row,
+    summed_loss,
+    trained,
+)
+
+# A fixture.
+__all__ = ["replays"]
 
 ALL = frozenset(range(4))
 
@@ -316,19 +329,6 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> None:
     # As if times had changed in each call.
     monkeypatch.setattr(LaunchChoice, "_has_news", lambda self: not self._measured.is_young())
     monkeypatch.setattr(choices, "launch_times", lambda *given: LaunchTimes(9.0, 10.0, 0.8 if given[2] else 0.0))
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[range]:
-    found: list[range] = []
-    plain = LayerGraphs.replay
-
-    def replay(self: LayerGraphs, *args: Any) -> Any:
-        found.append(self.layers)
-        return plain(self, *args)
-
-    monkeypatch.setattr(LayerGraphs, "replay", replay)
-    return found
 
 
 @pytest.mark.usefixtures("bound")
