@@ -242,6 +242,29 @@ def test_tuples_in_which_the_loss_of_microbatches_would_be_averaged_are_refused(
     assert_near(wrapped(**batch, return_dict=False, roundpipe_run_config=whole)[0], wanted, 1e-6)
 
 
+class Tuples(nn.Module):
+    """Returns its loss in a tuple without being asked, as models do whose configuration says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x, labels=None):
+        out = self.linear(x)
+        return (out - labels).square().mean(), out
+
+
+@pytest.mark.parametrize("how", ["an own loss that nobody knows", "a configuration"])
+def test_tuples_that_nobody_asked_for_in_the_call_are_refused_as_well(two, how):
+    model = Tuples()
+    if how == "a configuration":
+        model.config = SimpleNamespace(return_dict=False)
+    else:
+        model.own_loss = UnknownLoss("no count gives it")
+    with pytest.raises(TypeError, match="3 microbatches cannot be told"):
+        wrap(model, two, 3)(torch.ones(6, 3), labels=torch.zeros(6, 3))
+
+
 def test_without_own_loss_a_batch_in_one_piece_has_the_models_loss(two):
     batch, model, truth = ragged(5, 6, 3), hugging_face(), hugging_face()
     wanted = truth(**batch).loss

@@ -51,11 +51,15 @@ def outputs_are_loss(outputs: Any, labels: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ChosenLoss:
-    """The loss of one call. `kwargs`: the keyword arguments of the model, which its own loss may add to."""
+    """The loss of one call. `kwargs`: the keyword arguments of the model, which its own loss may add to.
+
+    `may_hide`: tuples that the model returns may begin with a loss of its own.
+    """
 
     kwargs: dict[str, Any]
     in_parts: Callable[[rp_batch.Parts[Any]], tuple[Sequence[Any], LossFn]]
     is_own: bool = False
+    may_hide: bool = False
 
     def loss_of(self, parts: rp_batch.Parts[Any], outputs: Sequence[Any]) -> torch.Tensor | None:
         """The loss of the batch, from the microbatches' outputs; None if these have none that is a scalar.
@@ -76,7 +80,7 @@ class ChosenLoss:
 
     def _hides_loss(self, output: Any) -> bool:
         """Whether a model of transformers has returned its loss in a tuple."""
-        if not isinstance(output, tuple) or not (self.is_own or self.kwargs.get("return_dict") is False):
+        if not isinstance(output, tuple) or not (self.is_own or self.may_hide):
             return False
         first = next(iter(cast("tuple[Any, ...]", output)), None)
         return self.is_own or (isinstance(first, torch.Tensor) and first.dim() == 0)
@@ -111,7 +115,18 @@ def choose_loss(
         except NotImplementedError as error:
             # How it divides is unknown, which does not matter for one microbatch.
             reason = error
-    return ChosenLoss(dict(kwargs), lambda parts: ([None] * len(parts), partial(_of_outputs, len(parts), reason)))
+    return ChosenLoss(
+        dict(kwargs),
+        lambda parts: ([None] * len(parts), partial(_of_outputs, len(parts), reason)),
+        may_hide=_may_hide(model, kwargs),
+    )
+
+
+def _may_hide(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Whether tuples of a model may begin with its loss, as those of transformers do by call or configuration."""
+    asked = kwargs.get("return_dict", getattr(getattr(model, "config", None), "return_dict", None))
+    has_own = kwargs.get("labels") is not None and getattr(model, "own_loss", None) is not None
+    return asked is False or has_own
 
 
 def check_arguments(input_args: object, input_kwargs: object, loss_fn: object) -> None:
