@@ -13,7 +13,7 @@ from checkpointing import equal, job, with_dropout
 from plain import mlp
 from roundpipe import CheckpointMismatch, CheckpointWarning, RoundPipe, Runtime, load_checkpoint, save_checkpoint
 from rp_engine.engine.memory.forecast import MemoryForecast
-from rp_engine.engine.memory.host_bytes import HostBytes
+from rp_state.host_bytes.kinds import HostBytes
 from rp_transfer import HostLimit
 
 KINDS = ("bf16", "8bit")

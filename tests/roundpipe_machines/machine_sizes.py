@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from machine_trainings import adamw, square_error, wrapped
 from roundpipe import Runtime
-from rp_engine.engine.memory.host_bytes import needed_by
 from rp_engine.errors import HostMemoryShort, HostMemoryWarning
+from rp_state.host_bytes.needed import needed_by
 from rp_state.options import HostOptions
 from rp_transfer import HostLimit, group
 from torch import nn

@@ -1,6 +1,8 @@
 """What foresees a model's memory and times before it runs: for plans, refusals and tables."""
 
 from rp_state.codes.layout import coded_indices, device_nbytes
+from rp_state.host_bytes.kinds import HostBytes
+from rp_state.host_bytes.needed import needed_by
 from rp_state.shards import Owners, Shards, Undivided
 from rp_telemetry.measurements import Rates
 from rp_telemetry.tables import readable_bytes
@@ -9,7 +11,6 @@ from rp_transfer import current_limit, parse_bytes
 from rp_engine.device.memory.call_size import rows_of
 from rp_engine.engine.memory.activation_memory import held_at_once
 from rp_engine.engine.memory.forecast import MemoryForecast
-from rp_engine.engine.memory.host_bytes import HostBytes, needed_by
 from rp_engine.engine.memory.memory_check import SECOND_BLOCKS_SHARE, HostMemoryCheck
 from rp_engine.planning.pricing import (
     FORWARD_PART,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from rp_state.host_bytes.kinds import HostBytes
 from rp_telemetry.tables import readable_bytes, table
 from rp_transfer import HostLimit
 
-from rp_engine.engine.memory.host_bytes import HostBytes
 from rp_engine.errors import HostMemoryShort
 
 # What stays free, since the system stalls, and kills processes, before all memory is in use: a share of the limit,

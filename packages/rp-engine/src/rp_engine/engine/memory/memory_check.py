@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
-import torch
 from rp_errors import warn_user
 from rp_optim import state_bytes
 from rp_optim.host import HostOptimizer
 from rp_state.block import Block
-from rp_state.halves import can_split
-from rp_state.layers import moves
-from rp_state.master import is_split, master_bytes
+from rp_state.host_bytes.held import given_to, held_by
+from rp_state.host_bytes.kinds import HostBytes
+from rp_state.host_bytes.moving import growth, moving_groups
+from rp_state.host_bytes.needed import adam_bytes, needed_by
+from rp_state.host_bytes.training import is_complete, missing_gradients, needed_to_train, will_train
+from rp_state.master import master_bytes
 from rp_state.model_state import ModelState
 from rp_state.options import HostOptions
 from rp_state.shards import Owners
@@ -23,15 +24,6 @@ from rp_transfer import Group, MappedFiles, give_back_freed
 from torch.optim import Optimizer
 
 from rp_engine.engine.memory.forecast import MemoryForecast, likely
-from rp_engine.engine.memory.host_bytes import (
-    HostBytes,
-    adam_bytes,
-    added,
-    given_to,
-    gradient_bytes,
-    held_by,
-    needed_by,
-)
 from rp_engine.engine.memory.report import state_bytes_now
 from rp_engine.errors import HostMemoryWarning
 from rp_engine.runtime.runtime import Runtime
@@ -75,7 +67,7 @@ class HostMemoryCheck:
         optim_dtype = options.optim_dtype
         is_double = options.double_buffer is True
         whole = needed_by(groups, options, second_blocks=is_double, shards=shards, coded=coded)
-        final, peak = _growth(_moving(groups, options), files)
+        final, peak = growth(moving_groups(groups, options), files)
         inside = max(whole.weights + whole.buffers - max(final, 0), 0)
         held = HostBytes(weights=min(inside, whole.weights), buffers=max(inside - whole.weights, 0))
         adam = adam_bytes(groups, optim_dtype, shards)
@@ -98,26 +90,26 @@ class HostMemoryCheck:
     def check_rebuilding(self, state: ModelState, groups: Sequence[Group]) -> None:
         """Check a model whose blocks are about to be made anew: the old ones are freed when all are made."""
         held = held_by([state])
-        moving = sum(found.layout.nbytes for found in _moving(groups, state.options))
+        moving = sum(found.layout.nbytes for found in moving_groups(groups, state.options))
         certain = self._forecast("to rebuild its blocks", held, held, [state])
         self._check(replace(certain, passing_bytes=moving), [state])
 
     def check_codes(self, state: ModelState) -> None:
         """Check a model whose weights are about to get codes."""
         held = held_by([state])
-        whole = replace(held, codes=_needed_by([state]).codes)
+        whole = replace(held, codes=needed_to_train([state]).codes)
         self._check(self._forecast("for codes of its weights", whole, held, [state]), [state])
 
     def has_room_for_codes(self, state: ModelState) -> bool:
         """Whether codes of the weights that are to have some fit beside all that training is likely to take."""
-        trained = likely(self._forecast("to train", _needed_by([state]), held_by([state]), [state]))
+        trained = likely(self._forecast("to train", needed_to_train([state]), held_by([state]), [state]))
         return self._without_garbage(trained, [state]).fits
 
     def check_training(self, states: Sequence[ModelState]) -> None:
         """Check a model that is about to get masters or second blocks; decide about the latter by default."""
-        if all(map(_is_complete, states)):
+        if all(map(is_complete, states)):
             return
-        certain = self._forecast("to train", _needed_by(states), held_by(states), states)
+        certain = self._forecast("to train", needed_to_train(states), held_by(states), states)
         self._check(certain, states, tells_likely=True)
         for state in states:
             # Masters in halves get second blocks when asynchronous steps need them.
@@ -127,7 +119,7 @@ class HostMemoryCheck:
     def _has_room_for_second(self, state: ModelState, states: Sequence[ModelState]) -> bool:
         """Whether second blocks take little of the host's memory, and fit beside all that is likely to come."""
         nbytes = sum(block.nbytes for block in state.trainable)
-        whole = _needed_by(states) + HostBytes(second_blocks=nbytes, codes=_needed_by([state]).codes)
+        whole = needed_to_train(states) + HostBytes(second_blocks=nbytes, codes=needed_to_train([state]).codes)
         trained = likely(self._forecast("to train", whole, held_by(states), states))
         return (
             nbytes <= trained.limit.total_bytes * SECOND_BLOCKS_SHARE
@@ -144,7 +136,7 @@ class HostMemoryCheck:
             activations: bytes of activations that the call has on the host.
             is_measured: the activations are known from earlier calls, not guessed.
         """
-        missing = sum(_missing_gradients(block, count) for block, count in additions.items())
+        missing = sum(missing_gradients(block, count) for block, count in additions.items())
         if not missing and activations <= self._most_activations:
             return
         pool = self.pool_bytes()
@@ -191,7 +183,7 @@ class HostMemoryCheck:
         """What training the model takes in all; Adam's state is assumed if no optimizers are given."""
         state_now = sum(map(state_bytes_now, optimizers))
         held = held_by(states) + HostBytes(optimizer_state=state_now, activations=self.pool_bytes())
-        whole = _needed_by(states, additions) + HostBytes(activations=held.activations)
+        whole = needed_to_train(states, additions) + HostBytes(activations=held.activations)
         found = self._forecast("to train", whole, held, states)
         if not optimizers:
             return likely(found)
@@ -244,74 +236,5 @@ class HostMemoryCheck:
         )
 
     def _others_bytes(self, own: Sequence[ModelState]) -> int:
-        others = [state for state in list(self._runtime.states) if state not in own and _will_train(state)]
-        return sum(_needed_by([state]).beyond(held_by([state])).total for state in others)
-
-
-def _needed_by(states: Sequence[ModelState], additions: int = 1) -> HostBytes:
-    """What training takes, with the second blocks that were decided for."""
-    return added(
-        needed_by(
-            state.blocks,
-            state.options,
-            second_blocks=state.double_buffer is True,
-            additions=additions,
-            shards=state.shards,
-            coded=state.coded,
-        )
-        + HostBytes(masters=_made_whole_bytes(state))
-        for state in states
-    )
-
-
-def _made_whole_bytes(state: ModelState) -> int:
-    """What masters that were to be in halves take more, because they were made whole."""
-    trained = {
-        tensor: value
-        for block in state.trainable
-        for tensor, value in zip(block.tensors, block.values, strict=True)
-        if state.options.master == "split" and can_split(value)
-    }
-    masters = [state.masters[tensor] for tensor in trained if tensor in state.masters]
-    return sum(master.nbytes // 2 for master in masters if not (master.is_meta or is_split(master)))
-
-
-def _moving(groups: Sequence[Group], options: HostOptions) -> list[Group]:
-    """Those that move into blocks in memory."""
-    return [found for found in groups if moves(found, options.pin, has_disk=options.frozen is not None)]
-
-
-def _growth(moving: Sequence[Group], files: MappedFiles) -> tuple[int, int]:
-    """By how much memory grows while tensors move into blocks, one block at a time: at the end, and at most.
-
-    Memory that a tensor leaves is freed, unless it is a file's, which was not in memory.
-    """
-    left = Counter(tensor.untyped_storage().data_ptr() for found in moving for tensor in found.tensors)
-    grown = peak = 0
-    for found in moving:
-        grown += found.layout.nbytes
-        peak = max(peak, grown)
-        for storage in map(torch.Tensor.untyped_storage, found.tensors):
-            left[storage.data_ptr()] -= 1
-            if not left[storage.data_ptr()] and not files.covers(storage.data_ptr(), storage.nbytes()):
-                grown -= storage.nbytes()
-    return grown, peak
-
-
-def _is_complete(state: ModelState) -> bool:
-    """Whether the model has all masters and second blocks that training takes."""
-    has_masters = all(parameter in state.masters for parameter in state.trainable_tensors())
-    has_second = all(block.has_back for block in state.trainable if block.host.is_one_piece)
-    is_decided = state.double_buffer is not None or state.trains_halves()
-    return has_masters and is_decided and (has_second or not state.double_buffer)
-
-
-def _will_train(state: ModelState) -> bool:
-    return bool(state.trainable) and (state.options.will_train or bool(state.masters))
-
-
-def _missing_gradients(block: Block, additions: int) -> int:
-    """Bytes of gradient blocks that are not allocated yet."""
-    if not block.gradient.counts:
-        return 0
-    return max(gradient_bytes(block, additions) - block.gradient.nbytes, 0)
+        others = [state for state in list(self._runtime.states) if state not in own and will_train(state)]
+        return sum(needed_to_train([state]).beyond(held_by([state])).total for state in others)

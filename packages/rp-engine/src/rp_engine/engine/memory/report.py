@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from rp_optim.host import HostOptimizer
+from rp_state.host_bytes.held import given_to, held_by
+from rp_state.host_bytes.kinds import CODES, HostBytes
 from rp_state.model_state import ModelState
 from rp_telemetry.tables import readable_bytes, table
 from rp_transfer import MemoryUse
 from torch.optim import Optimizer
 
-from rp_engine.engine.memory.host_bytes import CODES, HostBytes, given_to, held_by
 from rp_engine.runtime.runtime import Runtime
 
 

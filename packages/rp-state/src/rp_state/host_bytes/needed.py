@@ -1,109 +1,23 @@
-"""Host memory of models by kind: what they hold, and what they will hold when they are trained."""
+"""What models will hold of host memory when they are trained."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from functools import reduce
 
 import torch
+from rp_transfer import Group
+
 from rp_state.block import Block
 from rp_state.codes.layout import codes_nbytes
 from rp_state.gradient import sum_dtype
 from rp_state.halves import can_split
+from rp_state.host_bytes.kinds import HostBytes, added
 from rp_state.layers import goes_to_disk, moves
-from rp_state.master import is_split, master_bytes
 from rp_state.memory.passed_memory import sharing
-from rp_state.model_state import ModelState
 from rp_state.options import HostOptions, MasterKind
 from rp_state.shards import Owners, Undivided
-from rp_transfer import Group
 
 _UNDIVIDED = Undivided()
-# What few models have.
-CODES = "codes of weights"
-_NAMES = {
-    "weights": "weights",
-    "second_blocks": "second blocks",
-    "codes": CODES,
-    "buffers": "buffers",
-    "gradients": "gradients",
-    "masters": "masters",
-    "optimizer_state": "optimizer state",
-    "activations": "activations and pool",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class HostBytes:
-    """Bytes of host memory by kind.
-
-    `weights`: frozen and trained ones, without the second blocks of `double_buffer`. `codes`: FP8 codes that
-    travel in place of weights, also those of second blocks. `activations`: with results,
-    idle buffers kept for later calls, and staging memory of copies.
-
-    >>> (HostBytes(weights=4, masters=2) + HostBytes(weights=1)).total
-    7
-    """
-
-    weights: int = 0
-    second_blocks: int = 0
-    codes: int = 0
-    buffers: int = 0
-    gradients: int = 0
-    masters: int = 0
-    optimizer_state: int = 0
-    activations: int = 0
-
-    @property
-    def total(self) -> int:
-        """The sum of all kinds."""
-        return sum(nbytes for _, nbytes in self.by_kind())
-
-    def by_kind(self) -> list[tuple[str, int]]:
-        """Each kind's name for people, and its bytes."""
-        return [(_NAMES[field.name], getattr(self, field.name)) for field in fields(self)]
-
-    def beyond(self, held: HostBytes) -> HostBytes:
-        """How much of each kind is still missing if these are held already.
-
-        >>> HostBytes(weights=4, masters=2).beyond(HostBytes(weights=5, masters=1)) == HostBytes(masters=1)
-        True
-        """
-        names = [field.name for field in fields(self)]
-        return HostBytes(*(max(getattr(self, name) - getattr(held, name), 0) for name in names))
-
-    def __add__(self, other: HostBytes) -> HostBytes:
-        names = [field.name for field in fields(self)]
-        return HostBytes(*(getattr(self, name) + getattr(other, name) for name in names))
-
-
-def added(parts: Iterable[HostBytes]) -> HostBytes:
-    """The sum by kind."""
-    return reduce(HostBytes.__add__, parts, HostBytes())
-
-
-def held_by(states: Sequence[ModelState]) -> HostBytes:
-    """What these models hold now, without the optimizers' state and activations."""
-    masters = sum(map(_held_masters_bytes, states))
-    return added(_held(block) for state in states for block in state.blocks) + HostBytes(masters=masters)
-
-
-def _held_masters_bytes(state: ModelState) -> int:
-    trained, found = set(state.trainable_tensors()), list(state.masters.items())
-    # Of parameters that are frozen now, masters in halves have an upper one of their own.
-    own = (one.upper.nbytes for tensor, one in found if tensor not in trained and is_split(one))
-    on_disk = 0 if state.remainders is None else state.remainders.memory_bytes
-    return sum(master_bytes(one) for _, one in found) + sum(own) + on_disk
-
-
-def given_to(states: Sequence[ModelState]) -> int:
-    """Bytes that the backend allocated for these models' blocks; tensors left in their own memory do not count."""
-    # Blocks may be allocated or released by other threads meanwhile.
-    blocks = [block for state in states for block in state.blocks]
-    return sum(block.host.allocated_bytes for block in blocks) + sum(
-        _beside_weights(block).total for block in blocks
-    )
 
 
 def needed_by(
@@ -202,21 +116,6 @@ def _total_bytes(block: Group | Block, additions: int, shards: Owners) -> int:
     if not is_apart or dtype == block.layout.dtype:
         return 0
     return sum(tensor.numel() * dtype.itemsize for tensor in _owned(block, shards))
-
-
-def _held(block: Block) -> HostBytes:
-    nbytes = 0 if block.on_disk else sum(tensor.nbytes for tensor in block.host_tensors())
-    own = HostBytes(buffers=nbytes) if block.kind == "buffer" else HostBytes(weights=nbytes)
-    return own + _beside_weights(block)
-
-
-def _beside_weights(block: Block) -> HostBytes:
-    """Bytes of the second block, of codes, and of the gradients."""
-    return HostBytes(
-        second_blocks=block.results.allocated_bytes if block.has_back else 0,
-        codes=block.codes.nbytes,
-        gradients=block.gradient.nbytes,
-    )
 
 
 def _needed(
