@@ -32,7 +32,8 @@ class Chat:
 
     `tools`, `documents`: as chat templates take them. `prompted`: so many messages are a prompt, of which nothing
     counts as a completion. `plain`: what takes its place where the tokenizer has no chat template. `options`:
-    further variables of the template. `images`: those that parts of contents stand for, in their order.
+    further variables of the template. `images`: those that parts of contents stand for, in their order. `marks`:
+    of messages that say so, by number, whether they are learned.
     """
 
     place: str
@@ -43,6 +44,7 @@ class Chat:
     plain: Completion | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     images: Sequence[Source] = ()
+    marks: Mapping[int, bool] = field(default_factory=dict[int, bool])
 
 
 Sample = Text | Completion | Chat

@@ -14,7 +14,7 @@ from rp_strangers.limited import Unlimited
 from rp_strangers.refusing import refusing_all
 from rp_trainer.errors import Refused
 
-from rp_data.chat.turns import ChatTemplate
+from rp_data.chat.turns import ASSISTANT, ChatTemplate
 from rp_data.documents import Counts, Document, Documents
 from rp_data.images.decoding import decoded
 from rp_data.images.pictures import Picture, Seen
@@ -127,12 +127,24 @@ class Reader:
         self._template = template = self._template or ChatTemplate(
             self._tokenizer, clock=self._clock, notes=self.notes
         )
+        self._check_marks(chat)
         if chat.images:
             return self._of_seeing(chat, template)
         if not self._completions_only:
             tokens = template.tokens(chat)
             return _document(tokens, [True] * len(tokens))
         return _document(*template.tokens_and_assistant(chat))
+
+    def _check_marks(self, chat: Chat) -> None:
+        """Refuse marks of messages that what is learned would contradict."""
+        if self._completions_only:
+            if any(mark and chat.messages[at]["role"] != ASSISTANT for at, mark in chat.marks.items()):
+                raise Refused(f"{chat.place} marks a message to be learned that the assistant does not say")
+        elif not all(chat.marks.values()):
+            raise Refused(
+                f"{chat.place} marks a message not to be learned, but all are; give --completions-only, or remove "
+                "the mark"
+            )
 
     def _of_seeing(self, chat: Chat, template: ChatTemplate) -> Document:
         """Return a conversation with images, expanded as the model's processor does."""
@@ -249,7 +261,8 @@ def _says_something(sample: Sample) -> bool:
 
 def _why(sample: Sample, completions_only: bool) -> str:
     if isinstance(sample, Chat):
-        return "the assistant says nothing" if completions_only else "its messages are a single token"
+        unmarked = " that is marked to be learned" if sample.marks else ""
+        return f"the assistant says nothing{unmarked}" if completions_only else "its messages are a single token"
     if isinstance(sample, Completion):
         return "its completion is empty"
     return "it is empty" if not sample.text else "it is a single token"

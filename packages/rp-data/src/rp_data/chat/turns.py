@@ -20,6 +20,7 @@ from rp_data.samples import Chat
 
 ASSISTANT = "assistant"
 _LETTERS = ("a", "b")
+_THOUGHT = "</think>"
 _USER = {"role": "user", "content": _LETTERS[0]}
 _INSTEAD = "give --tokenizer one whose template marks the assistant's words with {% generation %}"
 _WITH_TRL = ", install TRL, which has such templates for many models (pip install trl)"
@@ -133,9 +134,24 @@ class _Text:
     def marked(self) -> tuple[str, list[Span]]:
         """Return the whole text, and the spans with marks of what follows on the prompt."""
         text, spans = self._rendered(self.chat.messages, prompts=False, marks=True)
+        spans = self._unmuted(text, spans)
         prompt = self.of(self.chat.messages[: self.chat.prompted]) if self.chat.prompted else ""
         self._check(text.startswith(prompt), self.chat.prompted)
         return text, [(start, end) for start, end in spans if start >= len(prompt)]
+
+    def _unmuted(self, text: str, spans: Sequence[Span]) -> Sequence[Span]:
+        """Return spans without those of messages that are marked not to be learned."""
+        if all(self.chat.marks.values()):
+            return spans
+        said = [(at, one) for at, one in enumerate(self.chat.messages) if one["role"] == ASSISTANT]
+        if len(said) != len(spans) or not all(
+            _says(text[start:end], one) for (start, end), (_, one) in zip(spans, said, strict=True)
+        ):
+            raise Refused(
+                f"{self.chat.place} marks messages not to be learned, but it is unknown which tokens are theirs: "
+                "the chat template does not mark the assistant's messages one by one"
+            )
+        return [span for span, (at, _) in zip(spans, said, strict=True) if self.chat.marks.get(at, True)]
 
     def by_turns(self) -> tuple[str, list[Span]]:
         """Return the whole text, and what each turn of the assistant adds to it after the prompt."""
@@ -145,7 +161,7 @@ class _Text:
     def _turns(self, whole: str) -> Iterator[Span]:
         messages = self.chat.messages
         for turn, message in enumerate(messages):
-            if turn < self.chat.prompted or message["role"] != ASSISTANT:
+            if turn < self.chat.prompted or message["role"] != ASSISTANT or not self.chat.marks.get(turn, True):
                 continue
             before = self.of(messages[:turn], prompts=True) if turn else self._opening()
             after = self.of(messages[: turn + 1])
@@ -202,6 +218,12 @@ class _Text:
                     "whole"
                 ) from error
         return text, spans[0] if marks else []
+
+
+def _says(text: str, message: Mapping[str, Any]) -> bool:
+    """Return whether a part of a text has what a message says, besides thoughts, which templates move."""
+    content = message.get("content")
+    return not isinstance(content, str) or content.rpartition(_THOUGHT)[2].strip() in text
 
 
 def _common_prefix(one: str, other: str) -> str:

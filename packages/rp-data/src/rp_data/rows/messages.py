@@ -61,6 +61,27 @@ def parsed(place: str, name: str, value: object) -> object:
         raise Refused(f"{place}: {name!r} must be a list, also as JSON, but is the text {value!r:.60}") from None
 
 
+def messages_in(text: str) -> list[object] | None:
+    """Return the messages that a text has as JSON, as in columns of tables; None if it is plain text.
+
+    >>> messages_in('[{"role": "user", "content": "one"}]'), messages_in("[one]")
+    ([{'role': 'user', 'content': 'one'}], None)
+    """
+    if not text.lstrip().startswith(("[", "{")):
+        return None
+    try:
+        value: object = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    some = cast("list[object]", value if isinstance(value, list) else [value])
+    return some if some and all(isinstance(one, dict) and {"role", "from"} & {*one} for one in some) else None
+
+
+def says(role: str, content: str) -> Message:
+    """Return a message."""
+    return {"role": role, "content": content}
+
+
 def _message(place: str, message: object) -> Message:
     given = cast("Message", message if isinstance(message, dict) else {})
     if "role" not in given and "from" in given:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard, cast
 
 from rp_trainer.errors import Refused
 
+from rp_data.rows.beside import after_system, listed, variables_of
 from rp_data.rows.images import columns
-from rp_data.rows.messages import ASSISTANT, SYSTEM, USER, Message, messages_of, parsed
-from rp_data.rows.shapes import Row, after_system, asked_of, listed, says
+from rp_data.rows.messages import ASSISTANT, SYSTEM, USER, Message, messages_in, messages_of, says
+from rp_data.rows.shapes import Row, asked_of
 
 # Text, or what was said.
 Side = str | list[Message]
@@ -74,12 +74,12 @@ def _pair(option: str, place: str, row: Row) -> Preference:
     if prompt is None or (isinstance(prompt, str) and _are_whole(chosen, rejected)):
         prompt, (chosen, rejected) = _shared(where, chosen, rejected)
         if isinstance(prompt, list):
-            prompt = after_system(row, prompt)
+            prompt = after_system(where, row, prompt)
             _check_asked(where, row, asked, prompt)
         elif row.get("system"):
             raise Refused(f"{where} has a 'system', which is for conversations, but is text; give it a 'prompt'")
     _check_once(where, prompt, {_CHOSEN: chosen, _REJECTED: rejected})
-    prompt, answers = _alike(row, prompt, [chosen, rejected])
+    prompt, answers = _alike(where, row, prompt, [chosen, rejected])
     prompt, answers = _once(prompt, answers)
     if answers[0] == answers[1]:
         raise Refused(f"{where}: 'chosen' and 'rejected' must differ, but are the same; leave the row out")
@@ -97,7 +97,7 @@ def _judged(option: str, place: str, row: Row) -> Preference:
     if prompt is None:
         raise Refused(f"{where} must have a 'prompt' for its {name!r}, but has {', '.join(map(repr, row))}")
     _check_once(where, prompt, {name: answer})
-    prompt, answers = _once(*_alike(row, prompt, [answer]))
+    prompt, answers = _once(*_alike(where, row, prompt, [answer]))
     return _made(where, place, row, prompt, {name: answers[0]}, is_good)
 
 
@@ -105,7 +105,7 @@ def _in_conversation(option: str, place: str, row: Row, is_good: bool) -> Prefer
     """Convert a conversation whose end is good or bad. What was asked may be in another field, too."""
     where = f"{option} {place}"
     name = next(one for one in _CONVERSATIONS if one in row)
-    said = after_system(row, _messages(where, name, row[name]))
+    said = after_system(where, row, _messages(where, name, row[name]))
     start = max((at for at, one in enumerate(said, 1) if one["role"] == USER), default=0)
     _check_asked(where, row, _asked(option, place, row), said[:start])
     return _made(where, place, row, said[:start], {name: said[start:]}, is_good)
@@ -131,7 +131,7 @@ def _prompt(option: str, place: str, row: Row) -> Side | None:
     name = next((one for one in reversed(_CONVERSATIONS) if one in row), None)
     if prompt is None and name is not None:
         prompt = _messages(f"{option} {place}", name, row[name])
-    return after_system(row, prompt) if isinstance(prompt, list) else prompt
+    return after_system(f"{option} {place}", row, prompt) if isinstance(prompt, list) else prompt
 
 
 def _asked(option: str, place: str, row: Row) -> Side | None:
@@ -146,7 +146,7 @@ def _asked(option: str, place: str, row: Row) -> Side | None:
 def _side(where: str, name: str, value: object, *, may_be_empty: bool = False) -> Side:
     """Return text, or messages: a list of these or one, also as JSON in a text."""
     if isinstance(value, str):
-        inside = _messages_in(value)
+        inside = messages_in(value)
         if inside is None:
             if not value and not may_be_empty:
                 raise Refused(f"{where}: {name!r} must say something, but is empty; leave the row out")
@@ -164,18 +164,6 @@ def _messages(where: str, name: str, value: object) -> list[Message]:
     if any(not isinstance(one.get("content", ""), str) for one in messages):
         raise Refused(f"{where}: {name!r} has images, which are not read from preferences; leave the row out")
     return messages
-
-
-def _messages_in(text: str) -> list[object] | None:
-    """Return the messages that a text has as JSON, as in columns of tables; None if it is plain text."""
-    if not text.lstrip().startswith(("[", "{")):
-        return None
-    try:
-        value: object = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    some = cast("list[object]", value if isinstance(value, list) else [value])
-    return some if some and all(isinstance(one, dict) and {"role", "from"} & {*one} for one in some) else None
 
 
 def _are_whole(*sides: Side) -> bool:
@@ -225,11 +213,11 @@ def _check_once(where: str, prompt: Side, answers: Mapping[str, Side]) -> None:
         )
 
 
-def _alike(row: Row, prompt: Side, answers: Sequence[Side]) -> tuple[Side, list[Side]]:
+def _alike(where: str, row: Row, prompt: Side, answers: Sequence[Side]) -> tuple[Side, list[Side]]:
     """Return all as messages if some are, or if a system says something."""
     if not row.get("system") and not any(isinstance(one, list) for one in (prompt, *answers)):
         return prompt, [*answers]
-    asked = after_system(row, [says(USER, prompt)]) if isinstance(prompt, str) else prompt
+    asked = after_system(where, row, [says(USER, prompt)]) if isinstance(prompt, str) else prompt
     return asked, [[says(ASSISTANT, one)] if isinstance(one, str) else one for one in answers]
 
 
@@ -254,8 +242,7 @@ def _made(
     if _is_said(prompt) and (not prompt or prompt[-1]["role"] == ASSISTANT):
         found = "ends with a message of the assistant" if prompt else "is nothing"
         raise Refused(f"{where}: the prompt must be what the assistant answers, but {found}")
-    options = _options(where, row.get("chat_template_kwargs", {}))
-    tools = listed(parsed(where, "tools", row.get("tools")))
+    options, tools = variables_of(where, row), listed(where, row, "tools")
     _check_stored(where, [prompt, *answers.values(), tools, options])
     return Preference(
         place,
@@ -265,18 +252,6 @@ def _made(
         tools,
         options,
     )
-
-
-def _options(where: str, value: object) -> Mapping[str, Any]:
-    """Return what a chat template is given, which tables have as JSON in a text."""
-    if isinstance(value, str):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(value)
-    if not isinstance(value, dict):
-        raise Refused(
-            f"{where}: 'chat_template_kwargs' must be names and values, also as JSON, but is {value!r:.60}"
-        )
-    return cast("Mapping[str, Any]", value)
 
 
 def _check_stored(where: str, values: Sequence[Any]) -> None:

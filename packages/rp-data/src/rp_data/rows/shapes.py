@@ -9,8 +9,10 @@ from typing import Any, cast
 
 from rp_trainer.errors import Refused
 
+from rp_data.rows.beside import BESIDE, after_system, listed, variables_of
 from rp_data.rows.images import columns, with_images
-from rp_data.rows.messages import ASSISTANT, SYSTEM, USER, Message, messages_of, parsed
+from rp_data.rows.marks import without_marks
+from rp_data.rows.messages import ASSISTANT, USER, Message, messages_in, messages_of, parsed, says
 from rp_data.samples import Chat, Completion, Sample, Text
 
 Row = Mapping[str, Any]
@@ -61,22 +63,30 @@ def _seeing(option: str, row: Row, sample: Sample, folder: Path) -> Sample:
 
 
 def _of_messages(option: str, place: str, row: Row) -> Chat:
-    return _chat(
-        option, place, row, after_system(row, messages_of(f"{option} {place}", "messages", row["messages"]))
-    )
+    return _of_said(option, place, row, "messages")
 
 
 def _of_conversations(option: str, place: str, row: Row) -> Chat:
-    messages = messages_of(f"{option} {place}", "conversations", row["conversations"])
-    return _chat(option, place, row, after_system(row, messages))
+    return _of_said(option, place, row, "conversations")
+
+
+def _of_said(option: str, place: str, row: Row, name: str) -> Chat:
+    where = f"{option} {place}"
+    return _chat(option, place, row, after_system(where, row, messages_of(where, name, row[name])))
 
 
 def _of_completion(option: str, place: str, row: Row) -> Sample:
-    # Conversations in two parts, as TRL has them.
-    if isinstance(row["completion"], list):
-        prompt, completion = (messages_of(f"{option} {place}", n, row[n]) for n in ("prompt", "completion"))
-        return _chat(option, place, row, [*prompt, *completion], prompted=len(prompt))
+    # Conversations in two parts, as TRL has them, which tables have as JSON.
+    if isinstance(row["completion"], list) or _is_said(row["completion"]):
+        where = f"{option} {place}"
+        prompt, completion = (messages_of(where, name, row[name]) for name in ("prompt", "completion"))
+        asked = after_system(where, row, prompt)
+        return _chat(option, place, row, [*asked, *completion], prompted=len(asked))
     return Completion(place, _string(option, place, row, "prompt"), _string(option, place, row, "completion"))
+
+
+def _is_said(value: object) -> bool:
+    return isinstance(value, str) and messages_in(value) is not None
 
 
 def _of_instruction(option: str, place: str, row: Row) -> Chat:
@@ -84,9 +94,10 @@ def _of_instruction(option: str, place: str, row: Row) -> Chat:
         _string(option, place, {"input": "", **row}, name) for name in ("instruction", "input", "output")
     )
     asked = asked_of(option, place, row)
-    is_alone = len(asked) == 1 and "system" not in row
+    is_alone = len(asked) == 1 and not any(row.get(name) for name in BESIDE)
     plain = Completion(place, _alpaca(instruction, given), output) if is_alone else None
-    return _chat(option, place, row, after_system(row, [*asked, says(ASSISTANT, output)]), plain=plain)
+    said = after_system(f"{option} {place}", row, [*asked, says(ASSISTANT, output)])
+    return _chat(option, place, row, said, plain=plain)
 
 
 def asked_of(option: str, place: str, row: Row) -> list[Message]:
@@ -134,18 +145,6 @@ _SHAPES: Mapping[Sequence[str], Callable[[str, str, Row], Sample]] = {
 _WANTED = ", ".join(" and ".join(map(repr, names)) for names in _SHAPES).replace(", 'text'", ", or 'text'")
 
 
-def says(role: str, content: str) -> Message:
-    """Return a message."""
-    return {"role": role, "content": content}
-
-
-def after_system(row: Row, messages: list[Message]) -> list[Message]:
-    """Return the messages after the system's, if a field of its own has that."""
-    system = row.get("system")
-    has_own = messages[0].get("role") == SYSTEM
-    return [says(SYSTEM, system), *messages] if isinstance(system, str) and system and not has_own else messages
-
-
 def _chat(
     option: str,
     place: str,
@@ -155,21 +154,10 @@ def _chat(
     prompted: int = 0,
     plain: Completion | None = None,
 ) -> Chat:
-    tools, documents, options = (row.get(name) for name in ("tools", "documents", "chat_template_kwargs"))
-    return Chat(
-        place,
-        messages,
-        listed(parsed(f"{option} {place}", "tools", tools)),
-        listed(documents),
-        prompted,
-        plain,
-        cast("Mapping[str, Any]", options) if isinstance(options, dict) else {},
-    )
-
-
-def listed(value: Any) -> Sequence[Any] | None:
-    """Return a list with anything in it, else None: templates for tools are not for conversations without any."""
-    return cast("list[Any]", value) if isinstance(value, list) and value else None
+    where = f"{option} {place}"
+    tools, documents = (listed(where, row, name) for name in ("tools", "documents"))
+    said, marks = without_marks(where, messages)
+    return Chat(place, said, tools, documents, prompted, plain, variables_of(where, row), marks=marks)
 
 
 def _string(option: str, place: str, row: Row, name: str) -> str:
