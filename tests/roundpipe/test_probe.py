@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from plain import batch, mlp, square_error
 from roundpipe import RoundPipe, Runtime
 from rp_engine.planning import probe as probing
-from rp_engine.planning.probe import probe, probed, shared_by
+from rp_engine.planning.probe import probe, probed
 from rp_sched import Host, Limits, Switch
-from rp_telemetry.measurements import Rates
+from rp_telemetry.measurements import Rates, shared_by
 
 patient = settings(deadline=None)
 LITTLE: Any = {"nbytes": 1 << 12, "host_bytes": 1 << 14}

@@ -60,7 +60,7 @@ def test_a_row_generates_the_models_own_tokens(
     name: str, devices: str, microbatches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Tiny models would fit on the first device.
-    monkeypatch.setattr("rp_engine.planning.with_state._SHARE", 0.0)
+    monkeypatch.setattr("rp_sched.planners.stateful._SHARE", 0.0)
     model = FAMILIES[name].build().eval()
     expected = [plainly(model, *case) for case in CASES]
     if all(one is None for one in expected):

@@ -270,7 +270,7 @@ def assert_generates_as_plainly(name: str, devices: str, microbatches: int, owne
 @pytest.mark.parametrize("name", [name for name in SAMPLE if name in FAMILIES])
 def test_a_model_that_sees_generates_on_devices_as_plainly(name, devices, microbatches, monkeypatch):
     # Tiny models would fit on the first device.
-    monkeypatch.setattr("rp_engine.planning.with_state._SHARE", 0.0)
+    monkeypatch.setattr("rp_sched.planners.stateful._SHARE", 0.0)
     assert_generates_as_plainly(name, devices, microbatches)
 
 
@@ -279,7 +279,7 @@ def test_a_model_that_sees_generates_on_devices_as_plainly(name, devices, microb
 @pytest.mark.parametrize(("devices", "microbatches"), PLACES)
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in SAMPLE])
 def test_every_other_model_that_sees_generates_on_devices_as_plainly(name, devices, microbatches, monkeypatch):
-    monkeypatch.setattr("rp_engine.planning.with_state._SHARE", 0.0)
+    monkeypatch.setattr("rp_sched.planners.stateful._SHARE", 0.0)
     assert_generates_as_plainly(name, devices, microbatches)
 
 

@@ -1,12 +1,15 @@
-"""The global random generators of Python and NumPy, from which layers may draw: seeded, compared, set back."""
+"""The global random generators from which layers may draw, Python's and NumPy's: seeded, compared, set back."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Protocol
+
+import torch
 
 
 class ProcessGenerator(Protocol):
@@ -90,6 +93,30 @@ def seeded(chosen: Sequence[ProcessGenerator], seed: int) -> Generator[None]:
             stack.callback(source.restore, source.state())
             source.seed(seed)
         yield
+
+
+def setting_back(generators: Iterable[torch.Generator]) -> Callable[[], None]:
+    """Return a function that sets these generators of torch's, and Python's and NumPy's, to their present states.
+
+    >>> set_back = setting_back([torch.default_generator])
+    >>> numbers = [(set_back(), random.random(), torch.rand(())) for _ in range(2)]
+    >>> numbers[0] == numbers[1]
+    True
+    """
+    # Virtual devices share torch's generator.
+    distinct = dict.fromkeys(generators)
+    states: list[Callable[[], object]] = [partial(one.set_state, one.get_state()) for one in distinct]
+    states.append(partial(random.setstate, random.getstate()))
+    # Any: NumPy need not be there.
+    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
+    if numpy:
+        states.append(partial(numpy.set_state, numpy.get_state()))
+
+    def set_back() -> None:
+        for restore in states:
+            restore()
+
+    return set_back
 
 
 class Look:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
+from typing import Literal
 
 from rp_sched import Device, Host, Limits, Switch
 
@@ -14,8 +15,12 @@ from rp_telemetry.transfer_times import Transfers
 
 # The number of latest samples that count. A plan follows a change after at most this many measured calls.
 RECENT = 8
+# Links that together reach less than this part of the sum of their rates share a switch.
+_SHARED = 0.85
 # Relative change of a rate below which plans are not remade.
 _NEWS = 0.1
+
+Way = Literal["up", "down"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,3 +281,56 @@ class Measurements:
 def _add(recent: Recent, nbytes: float, ms: float) -> None:
     if nbytes and ms > 0:
         recent.add(nbytes / ms / 1e6)
+
+
+# Returns the GB/s of each of these devices, by number, when all of them copy at once in this direction.
+Measure = Callable[[Way, Sequence[int]], Sequence[float]]
+
+
+def shared_by(ups: Sequence[float], downs: Sequence[float], measure: Measure) -> tuple[Switch, ...]:
+    """Return the switches that links share, from the rates of each link alone and of several at once.
+
+    >>> def measure(way, chosen):
+    ...     return [min(25.0, 40.0 / len(chosen))] * len(chosen)
+    >>> shared_by([25.0] * 2, [25.0] * 2, measure)
+    (Switch(devices=(0, 1), upload_gb_s=40.0, download_gb_s=40.0),)
+
+    Devices of which any two slow each other are behind one switch. If all together are slower but no two are, all
+    are behind one.
+    """
+    everyone = range(len(ups))
+    if len(ups) < 2:
+        return ()
+    together = {way: measure(way, everyone) for way in ("up", "down")}
+    if not (_slower(together["up"], ups) or _slower(together["down"], downs)):
+        return ()
+    groups = _groups(ups, measure)
+    if all(len(group) == 1 for group in groups):
+        groups = [tuple(everyone)]
+    return tuple(
+        Switch(
+            devices=group,
+            upload_gb_s=sum(together["up"][at] for at in group),
+            download_gb_s=sum(together["down"][at] for at in group),
+        )
+        for group in groups
+        if len(group) > 1
+    )
+
+
+def _groups(alone: Sequence[float], measure: Measure) -> list[tuple[int, ...]]:
+    """Group devices by their switch: measure each together with the first one of every group so far."""
+    groups: list[tuple[int, ...]] = []
+    for device in range(len(alone)):
+        for at, group in enumerate(groups):
+            pair = (group[0], device)
+            if _slower(measure("up", pair), [alone[number] for number in pair]):
+                groups[at] = (*group, device)
+                break
+        else:
+            groups.append((device,))
+    return groups
+
+
+def _slower(together: Sequence[float], alone: Sequence[float]) -> bool:
+    return sum(together) < _SHARED * sum(alone)

@@ -18,14 +18,13 @@ from rp_state.modules.habits import Habits
 from rp_engine.context import stepping_in_backward
 from rp_engine.device.memory.fp8_twins import Fp8Products
 from rp_engine.device.memory.graph_store import GraphWork
-from rp_engine.device.memory.weight_cache import NoWeightCache, WeightCache
+from rp_engine.device.memory.weight_cache import NO_WEIGHT_CACHE, WeightCache
 from rp_engine.device.packet import Packet
 from rp_engine.execution.losses import LossesSeen
 from rp_engine.settings.run_config import Grain
 from rp_engine.widening import Widening
 
 _NUMBERS = itertools.count()
-_NO_WEIGHT_CACHE = NoWeightCache()
 LossFn = Callable[[Any, Any], torch.Tensor | Sequence[torch.Tensor]]
 # From what the last layer is given and what it returns.
 View = Callable[[Any, Any], Any]
@@ -164,7 +163,7 @@ class Call:
 
     def kept(self, device: int) -> WeightCache:
         """Return the weights that stay on a device from call to call."""
-        return self.aside.kept[device] if self.aside is not None and self.aside.kept else _NO_WEIGHT_CACHE
+        return self.aside.kept[device] if self.aside is not None and self.aside.kept else NO_WEIGHT_CACHE
 
     @property
     def output_stays(self) -> bool:

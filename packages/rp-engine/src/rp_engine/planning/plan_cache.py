@@ -7,9 +7,9 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +27,6 @@ _FORMAT = 1
 # The most files, of a few kilobytes each; the oldest go first. A file of more bytes is none of ours.
 MOST_FILES = 256
 _MOST_BYTES = 1 << 20
-_GROUPS = ("groups", "forward_groups", "backward_groups")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +108,13 @@ class PlanCache(NoPlanCache):
     def _read(self, path: Path, num_layers: int, mode: Mode, microbatches: int) -> CachedPlan:
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError(f"it has more than {_MOST_BYTES} bytes")
-        kept = _object(json.loads(path.read_text(encoding="utf-8")))
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(kept, dict):
+            raise ValueError("it has something else where an object must be")
+        kept = cast(dict[str, Any], kept)
         if kept.get("format") != _FORMAT or kept.get("facts") != self._facts:
             raise ValueError("it is of another format, or for other calls")
-        plan, *slower = [_plan_of(one) for one in (kept["plan"], *kept["slower"])]
+        plan, *slower = [Plan.decoded(one) for one in (kept["plan"], *kept["slower"])]
         for one in (plan, *slower):
             one.check(num_layers, mode)
             one.check_microbatches(microbatches)
@@ -125,8 +127,8 @@ class PlanCache(NoPlanCache):
         kept = {
             "format": _FORMAT,
             "facts": self._facts,
-            "plan": _as_json(settled.plan),
-            "slower": [_as_json(plan) for plan in sorted(settled.slower, key=repr)],
+            "plan": settled.plan.encoded(),
+            "slower": [plan.encoded() for plan in sorted(settled.slower, key=repr)],
         }
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -195,36 +197,3 @@ def _structure(state: ModelState) -> str:
 def _kind(lane: Lane) -> str:
     device = lane.device.torch_device
     return "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
-
-
-def _as_json(plan: Plan) -> dict[str, Any]:
-    return {one.name: _value(getattr(plan, one.name)) for one in fields(Plan)}
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, range):
-        return [value.start, value.stop]
-    return list(map(_value, cast(tuple[Any, ...], value))) if isinstance(value, tuple) else value
-
-
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError("it has something else where an object must be")
-    return cast(dict[str, Any], value)
-
-
-def _plan_of(value: Any) -> Plan:
-    """Return the plan that `_as_json` wrote. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
-    kept = _object(value)
-    if kept.keys() != {one.name for one in fields(Plan)} or type(kept["in_turn"]) is not bool:
-        raise ValueError("a plan has other fields, or its in_turn is neither true nor false")
-    ranges = {name: tuple(map(_range_of, kept[name])) for name in ("forward", "backward", *_GROUPS)}
-    fused = None if kept["fused"] is None else _range_of(kept["fused"])
-    return Plan(fused=fused, in_turn=kept["in_turn"], devices=kept["devices"], **ranges)
-
-
-def _range_of(value: Sequence[Any]) -> range:
-    start, stop = value
-    if type(start) is not int or type(stop) is not int:
-        raise ValueError("ranges must have whole ends")
-    return range(start, stop)

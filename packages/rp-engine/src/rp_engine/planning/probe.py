@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable
 
 import torch
-from rp_sched import Switch
-from rp_telemetry.measurements import Rates
+from rp_telemetry.measurements import Rates, Way, shared_by
 from rp_transfer import Backend
 
 from rp_engine.runtime.lane import Lane
@@ -25,10 +23,6 @@ _COPIES = 4
 _COPIES_AT_ONCE = 8
 # Host memory: more than the caches of most processors hold.
 _HOST_BYTES = 512 << 20
-# Links that together reach less than this part of the sum of their rates share a switch.
-_SHARED = 0.85
-
-Way = Literal["up", "down"]
 
 _lock = threading.Lock()
 # By the devices' names: machines do not change while a process lives.
@@ -114,59 +108,6 @@ def at_once(links: Iterable[_LinkDirection], copies: int) -> list[float]:
     """Return the GB/s that each of these links reaches while all are in use."""
     started = [link.start(copies) for link in links]
     return [wait() for wait in started]
-
-
-Measure = Callable[[Way, Sequence[int]], Sequence[float]]
-"""Returns the GB/s of each of these devices, by number, when all of them copy at once in this direction."""
-
-
-def shared_by(ups: Sequence[float], downs: Sequence[float], measure: Measure) -> tuple[Switch, ...]:
-    """Return the switches that links share, from the rates of each link alone and of several at once.
-
-    >>> def measure(way, chosen):
-    ...     return [min(25.0, 40.0 / len(chosen))] * len(chosen)
-    >>> shared_by([25.0] * 2, [25.0] * 2, measure)
-    (Switch(devices=(0, 1), upload_gb_s=40.0, download_gb_s=40.0),)
-
-    Devices of which any two slow each other are behind one switch. If all together are slower but no two are, all
-    are behind one.
-    """
-    everyone = range(len(ups))
-    if len(ups) < 2:
-        return ()
-    together = {way: measure(way, everyone) for way in ("up", "down")}
-    if not (_slower(together["up"], ups) or _slower(together["down"], downs)):
-        return ()
-    groups = _groups(ups, measure)
-    if all(len(group) == 1 for group in groups):
-        groups = [tuple(everyone)]
-    return tuple(
-        Switch(
-            devices=group,
-            upload_gb_s=sum(together["up"][at] for at in group),
-            download_gb_s=sum(together["down"][at] for at in group),
-        )
-        for group in groups
-        if len(group) > 1
-    )
-
-
-def _groups(alone: Sequence[float], measure: Measure) -> list[tuple[int, ...]]:
-    """Group devices by their switch: measure each together with the first one of every group so far."""
-    groups: list[tuple[int, ...]] = []
-    for device in range(len(alone)):
-        for at, group in enumerate(groups):
-            pair = (group[0], device)
-            if _slower(measure("up", pair), [alone[number] for number in pair]):
-                groups[at] = (*group, device)
-                break
-        else:
-            groups.append((device,))
-    return groups
-
-
-def _slower(together: Sequence[float], alone: Sequence[float]) -> bool:
-    return sum(together) < _SHARED * sum(alone)
 
 
 def _host_gb_s(nbytes: int) -> float:

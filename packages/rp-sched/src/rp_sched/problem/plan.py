@@ -1,8 +1,9 @@
 """`Plan`: the stages of a model and the division of their microbatches."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from itertools import pairwise
+from typing import Any, cast
 
 from rp_sched.errors import InvalidPlan
 from rp_sched.problem import bounds, spans
@@ -61,6 +62,29 @@ class Plan:
         dealt = [] if self.in_turn else ["first free"]
         used = [] if self.devices is None else [f"{self.devices} devices"]
         return f"Plan({', '.join([' '.join(words), *dealt, *used])})"
+
+    def encoded(self) -> dict[str, Any]:
+        """Return it as JSON.
+
+        >>> Plan.decoded(Plan(fused=range(0, 5)).encoded())
+        Plan(FB[0:5])
+        """
+        return {one.name: _as_json(getattr(self, one.name)) for one in fields(self)}
+
+    @classmethod
+    def decoded(cls, value: object) -> "Plan":
+        """Return the plan that `encoded` wrote, of JSON that others may have changed.
+
+        Raises `ValueError`, `TypeError` or `KeyError` for anything else.
+        """
+        if not isinstance(value, dict):
+            raise TypeError(f"a plan must be an object, but is {shown(value)} instead")
+        kept = cast(dict[str, Any], value)
+        if kept.keys() != {one.name for one in fields(cls)} or type(kept["in_turn"]) is not bool:
+            raise ValueError("a plan has other fields, or its in_turn is neither true nor false")
+        ranges = {name: tuple(map(_decoded_range, kept[name])) for name in ("forward", "backward", *_GROUPS)}
+        fused = None if kept["fused"] is None else _decoded_range(kept["fused"])
+        return cls(fused=fused, in_turn=kept["in_turn"], devices=kept["devices"], **ranges)
 
     def phases(self) -> tuple[Phase, ...]:
         """Return, for each task kind in launch order, its stages and its groups of microbatches, if any.
@@ -155,6 +179,19 @@ class Plan:
                     f"and {spans.text(later)} follows; list them the other way round"
                 )
         _check_cover("backward", labelled[::-1], top, unit="layer")
+
+
+def _as_json(value: object) -> object:
+    if isinstance(value, range):
+        return [value.start, value.stop]
+    return list(map(_as_json, cast(tuple[object, ...], value))) if isinstance(value, tuple) else value
+
+
+def _decoded_range(value: Sequence[Any]) -> range:
+    start, stop = value
+    if type(start) is not int or type(stop) is not int:
+        raise ValueError("ranges must have whole ends")
+    return range(start, stop)
 
 
 def _check_ranges(name: str, values: tuple[object, ...]) -> None:

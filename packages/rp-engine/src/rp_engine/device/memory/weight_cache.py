@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Se
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from rp_optim.jobs import Outcome
@@ -29,41 +28,41 @@ _IN_FLIGHT = 4
 Arriving = tuple[torch.Tensor, Outcome[Event]]
 
 
-class WeightCache(Protocol):
+class NoWeightCache:
     """The weights on one device that a task finds there, and those of its own that stay. For the device's thread.
 
-    `stage_bytes`: what one task should bring at most if not all weights stay; None: it does not matter.
+    In an ordinary call there are none: each task frees its weights.
     """
 
-    stage_bytes: int | None
+    def stage_bytes(self, otherwise: float) -> float:
+        """Return what one task should bring at most; `otherwise` if no weights stay."""
+        return otherwise
 
     def begin(self, call: int, version: int) -> None:
         """Begin a call, if it has not begun. `call`: its number. `version`: of the weights that it reads."""
-        ...
 
     def bring(self, nbytes: int) -> None:
         """Note that a task brings so many bytes."""
-        ...
 
     def start(self) -> None:
         """Begin a task that has brought its weights."""
-        ...
 
     def find(self, block: Block) -> Arriving | None:
         """Return a block's memory, (numel,), and the event after which it is readable; None if it is not there."""
-        ...
+        del block
 
     def is_ready(self, block: Block, memory: torch.Tensor) -> bool:
         """Whether the compute stream has waited for a block that is in this memory."""
-        ...
+        del block, memory
+        return False
 
     def holds(self, block: Block) -> bool:
         """Whether a block is there. On any thread while no task runs."""
-        ...
+        del block
+        return False
 
     def forget(self, block: Block) -> None:
         """Let the task that has written a block of buffers free it."""
-        ...
 
     def keep(
         self, arrived: Mapping[Block, Arriving], num_layers: int, release: Callable[[Block, torch.Tensor], None]
@@ -73,55 +72,16 @@ class WeightCache(Protocol):
         `num_layers`: how many layers it ran. `release`: points the layers' tensors elsewhere if they are in this
         memory.
         """
-        ...
-
-    def make_room(self, state: float, work: float) -> None:
-        """Let weights go for the state of the present call to become so many times as large, and layers' work."""
-        ...
-
-
-class NoWeightCache:
-    """What an ordinary call has of `WeightCache`: each task frees its weights."""
-
-    stage_bytes: int | None = None
-
-    def begin(self, call: int, version: int) -> None:
-        """Do nothing."""
-
-    def bring(self, nbytes: int) -> None:
-        """Do nothing."""
-
-    def start(self) -> None:
-        """Do nothing."""
-
-    def find(self, block: Block) -> None:
-        """Return None."""
-
-    def is_ready(self, block: Block, memory: torch.Tensor) -> bool:
-        """Return False."""
-        del block, memory
-        return False
-
-    def holds(self, block: Block) -> bool:
-        """Return False."""
-        del block
-        return False
-
-    def forget(self, block: Block) -> None:
-        """Do nothing."""
-
-    def keep(
-        self, arrived: Mapping[Block, Arriving], num_layers: int, release: Callable[[Block, torch.Tensor], None]
-    ) -> Set[Block]:
-        """Keep nothing."""
         del arrived, num_layers, release
         return frozenset()
 
     def make_room(self, state: float, work: float) -> None:
-        """Do nothing."""
+        """Let weights go for the state of the present call to become so many times as large, and layers' work."""
 
 
-_NO_WEIGHT_CACHE = NoWeightCache()
+# Whether there are some or not.
+WeightCache = NoWeightCache
+NO_WEIGHT_CACHE = NoWeightCache()
 
 
 @dataclass(slots=True)
@@ -131,7 +91,7 @@ class _CachedBlock:
     release: Callable[[Block, torch.Tensor], None]
 
 
-class DeviceWeightCache:
+class DeviceWeightCache(NoWeightCache):
     """Keeps what fits beside everything else on the device, the first layers' weights before the last ones'.
 
     So the later ones are on their way while the first ones run. What else there is comes first: state that layers
@@ -151,7 +111,7 @@ class DeviceWeightCache:
         sizes: Sequence[int],
         stage_bytes: int,
     ) -> None:
-        self.stage_bytes: int | None = stage_bytes
+        self._stage_bytes = stage_bytes
         self._device = device
         self._retainer = retainer
         self._usable_bytes = usable_bytes
@@ -173,7 +133,12 @@ class DeviceWeightCache:
         self._coming_bytes = 0
         self._leaving: deque[tuple[Event, int]] = deque()
 
-    # See `WeightCache`
+    # See `NoWeightCache`
+
+    def stage_bytes(self, otherwise: float) -> float:
+        """Return the share of a task."""
+        del otherwise
+        return self._stage_bytes
 
     def begin(self, call: int, version: int) -> None:
         """Begin a call; new weights replace those that are kept."""
@@ -353,7 +318,7 @@ def _end(lane: Lane, kept: DeviceWeightCache) -> None:
     lane.device.reset_peak_memory()
 
 
-def bytes_to_bring(layers: Iterable[LayerState], kept: WeightCache = _NO_WEIGHT_CACHE) -> int:
+def bytes_to_bring(layers: Iterable[LayerState], kept: WeightCache = NO_WEIGHT_CACHE) -> int:
     """Return the bytes of the weights of some layers without those that are kept."""
     blocks = dict.fromkeys(block for layer in layers for block in layer.blocks)
     return sum(block.nbytes for block in blocks if not kept.holds(block))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
+from rp_recompute.generators import setting_back
 from rp_state.block import Block
 from rp_state.model_state import ModelState
 
@@ -31,7 +29,8 @@ def aside(host: HostParameters, runtime: Runtime, *, is_compiled: bool) -> Gener
         if is_compiled:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         write_buffers = stack.enter_context(_buffers_kept(host, runtime))
-        set_generators = _generators(runtime)
+        of_devices = [lane.device.generator() for lane in runtime.lanes]
+        set_generators = setting_back([torch.default_generator, *of_devices])
         stack.callback(set_generators)
 
         def set_back() -> None:
@@ -39,29 +38,6 @@ def aside(host: HostParameters, runtime: Runtime, *, is_compiled: bool) -> Gener
             set_generators()
 
         yield set_back
-
-
-def _generators(runtime: Runtime) -> Callable[[], None]:
-    """Return a function that sets torch's, Python's and NumPy's generators to their present states."""
-    # Virtual devices share torch's generator.
-    generators = dict.fromkeys([torch.default_generator, *(lane.device.generator() for lane in runtime.lanes)])
-    states = [(generator, generator.get_state()) for generator in generators]
-    python, numpy = random.getstate(), _numpy()
-    drawn = None if numpy is None else numpy.get_state()
-
-    def set_back() -> None:
-        for generator, state in states:
-            generator.set_state(state)
-        random.setstate(python)
-        if numpy is not None:
-            numpy.set_state(drawn)
-
-    return set_back
-
-
-def _numpy() -> Any:
-    # Any: NumPy need not be there.
-    return getattr(sys.modules.get("numpy"), "random", None)
 
 
 @contextmanager

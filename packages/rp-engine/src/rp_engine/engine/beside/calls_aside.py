@@ -11,7 +11,7 @@ import rp_batch
 import torch
 from rp_telemetry.tracing import in_call
 
-from rp_engine.device.memory.weight_cache import NoWeightCache, WeightCache, keeping
+from rp_engine.device.memory.weight_cache import NO_WEIGHT_CACHE, WeightCache, keeping
 from rp_engine.device.packet import Packet
 from rp_engine.engine.runs import Runs
 from rp_engine.execution.batch import Batch
@@ -30,7 +30,7 @@ class CallsAside:
         self._name = name
         self._runtime = runtime
         self._runs = runs
-        self._kept: tuple[WeightCache, ...] = (NoWeightCache(),) * len(runtime.lanes)
+        self._kept: tuple[WeightCache, ...] = (NO_WEIGHT_CACHE,) * len(runtime.lanes)
 
     def forward(
         self,
