@@ -13,7 +13,7 @@ import torch
 from plain import mlp
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from rp_engine.device.memory.call_size import CallSize
-from rp_engine.device.memory.graph_store import GraphWork
+from rp_engine.device.memory.graph_store import GraphMemory, GraphWork
 from rp_engine.planning import planner
 from rp_engine.planning.pricing import REPLAY_LAUNCH_MS
 from rp_sched import Launching, LayerCost, PricedPlan, Task, simulated_ms
@@ -306,14 +306,13 @@ def test_plans_of_all_calls_leave_what_graphs_of_some_keep() -> None:
         footprint.most_rows, footprint.knows_peak = 4, True
         before = planner._foreseen_bytes(4, tasks, frozenset()), planner._problem("infer", 4)[1]
         footprint.graphed = frozenset({0, 1})
-        footprint.note_pools(1000, 4)
+        footprint.note_graphs(GraphMemory(pools=1000, slots=500), 4)
         after = planner._foreseen_bytes(4, tasks, frozenset()), planner._problem("infer", 4)[1]
-        fixed = sum(cost.weight_bytes + cost.gradient_bytes for cost in planner._guesses(4)[:2])
-        # A pool is as large as it is, however many rows others have.
-        assert footprint.graph_bytes(planner._guesses(64), 64) == fixed + 1000
+        # It is as much as it is, however many rows others have.
+        assert footprint.graph_bytes(planner._guesses(64), 64) == 1500
 
-    assert after[0] - before[0] == fixed + 1000
-    assert before[1].device_memory_bytes == (after[1].device_memory_bytes or 0) + fixed + 1000
+    assert after[0] - before[0] == 1500
+    assert before[1].device_memory_bytes == (after[1].device_memory_bytes or 0) + 1500
 
 
 @pytest.fixture
@@ -354,7 +353,7 @@ def test_calls_have_the_bits_of_eager_ones_whatever_is_chosen(
     assert sum("launch graphs" in text for text in told) == 1
     assert ("launch graphs" in told[-1]) is is_faster
     # What they took is given back.
-    assert all(bool(store.fixed) is is_faster for store in stores)
+    assert all(bool(store.slots) is is_faster for store in stores)
 
 
 @pytest.mark.cuda
@@ -443,7 +442,11 @@ class Simulated:
         by_graphs = planner.launching.by_graphs
         self._graph_calls += by_graphs
         # Graphs are seen, captured and tried before they launch.
-        work = GraphWork(is_prepared=self._graph_calls in (2, 3, 4), is_replayed=self._graph_calls > 4)
+        work = GraphWork(
+            is_prepared=self._graph_calls in (2, 3, 4),
+            is_awaited=self._graph_calls == 1,
+            is_replayed=self._graph_calls > 4,
+        )
         (plan,) = planner.log.plans().values()
         priced = PricedPlan(
             plan, self.costs(by_graphs=work.is_replayed), mode="fused", microbatches=self.microbatches
@@ -456,7 +459,7 @@ class Simulated:
         self._runtime.num_calls += 1
         begun, self._now = self._now, self._now + took_ms / 1e3
         span = CallSpan(self._runtime.num_calls, begun - 1e-6, self._now)
-        planner.note_over("fused", self.size, span, work, lambda: 0)
+        planner.note_over("fused", self.size, span, work, lambda: GraphMemory(0, 0))
         return took_ms
 
     def _measure(self, times: LayerTimes, *, replayed: bool) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from roundpipe import ImpureLayer, RoundPipe, RoundPipeRunConfig, Runtime
 from roundpipe.optim import AdamW
+from rp_engine.device.memory import graph_store
 from rp_engine.execution.stage.layer_graphs import LayerGraphs
 from rp_sched import Plan
 from torch import nn
@@ -273,6 +274,7 @@ def test_graphs_that_are_not_used_for_a_while_are_freed(
         plain(self)
 
     monkeypatch.setattr(LayerGraphs, "close", close)
+    monkeypatch.setattr(graph_store, "_UNUSED", 2)
 
     def rows(step: int) -> int:
         return MICROBATCHES * (1 if step < 6 else 2 if step < 10 else 3)
@@ -283,6 +285,25 @@ def test_graphs_that_are_not_used_for_a_while_are_freed(
     # The first shape's are, when the third shape's are captured.
     assert closed == [range(LAYERS - 1)]
     assert len(replays) > 20
+
+
+@pytest.mark.parametrize(("plan", "layers"), [("all fused", 5), ("two stages", 3), ("a layer a stage", 1)])
+def test_weights_of_all_stages_lie_in_the_slots_of_the_largest(
+    plan: str, layers: int, replays: list[range]
+) -> None:
+    found: list[int] = []
+
+    def look(_: int, model: RoundPipe) -> None:
+        (twins,) = model.engine._runs._twins
+        found.append(twins.graphs.memory.slots)
+
+    with Runtime("cpu:1") as runtime:
+        layers_of_model = row()
+        trained(runtime, layers_of_model, "graphs", PLANS[plan], beside=look)
+    assert {layer for span in replays for layer in span} >= set(range(LAYERS - 1))
+    # Weights and sums of gradients, both in 32 bits.
+    weights = sum(parameter.nbytes for parameter in layers_of_model[0].parameters())
+    assert found[-1] == layers * 2 * weights
 
 
 def test_graphs_keep_nothing_of_the_call_that_captured_them(runtime: Runtime, replays: list[range]) -> None:

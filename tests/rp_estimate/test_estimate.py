@@ -421,7 +421,10 @@ def _observed_once() -> Workload:
     return Workload.of(on_meta(MODELS["Qwen3-1.7B"]), Training(sequence=2048))
 
 
-@pytest.mark.parametrize("memory_gb", [pytest.param(None, id="they fit"), pytest.param(24, id="no memory")])
+@pytest.mark.parametrize(
+    "memory_gb",
+    [pytest.param(None, id="they fit"), pytest.param(24, id="stages stream"), pytest.param(5, id="no memory")],
+)
 def test_graphs_are_foretold_where_they_are_asked_for_and_fit(memory_gb: int | None) -> None:
     def answer(launch: str, *, chooses: bool = False) -> Foretold:
         how = Training(sequence=2048, launch=launch, chooses_launch=chooses)
@@ -437,13 +440,15 @@ def test_graphs_are_foretold_where_they_are_asked_for_and_fit(memory_gb: int | N
     assert auto.case.workload.how.launch == "eager"
     assert auto.planned.ms == eager.planned.ms
     assert auto.planned.graph_bytes == 0
-    if memory_gb:
+    if memory_gb == 5:
         # Where they do not fit, layers run without.
         assert asked.case.workload.how.launch == "eager"
         return
-    assert asked.planned.ms < 0.95 * eager.planned.ms
-    # Weights, fp32 sums of gradients, and what a microbatch of two sequences takes.
-    assert 6 * asked.case.workload.parameters < asked.planned.graph_bytes < 141 * GB
+    assert asked.planned.ms < (0.6 if memory_gb else 0.95) * eager.planned.ms
+    # Sums of gradients in fp32 while copies leave, and what a microbatch of two sequences takes; of stages that
+    # stream the largest one's.
+    parameters = asked.case.workload.parameters
+    assert (2 if memory_gb else 4) * parameters < asked.planned.graph_bytes < (6 if memory_gb else 14) * parameters
     assert asked.planned.device_bytes < asked.case.machine.card.memory_bytes
 
 

@@ -79,7 +79,7 @@ class Planned:
     """A plan that fits the devices, with its times and bytes.
 
     `microbatches`: of all machines. `sequences`: of the largest microbatch. `machine_ms`: the time of a step
-    without the network. `working_bytes`: a device's workspace. `graph_bytes`: what graphs keep there.
+    without the network. `working_bytes`: a device's workspace; `pool_bytes`: that of graphs, which is their own.
     `tasks`: of one call. `traffic_bytes`: bytes that a machine sends in a step, and receives; `network_ms`: the
     time that this takes. `disk_ms`: the time in which a disk reads and writes the optimizer's state;
     `waits_for_disk`: whether nothing else is done meanwhile. `read_bytes`: frozen weights that are read from a
@@ -93,7 +93,7 @@ class Planned:
     working_bytes: int
     devices: int
     tasks: tuple[Task, ...]
-    graph_bytes: int = 0
+    pool_bytes: int = 0
     traffic_bytes: int = 0
     network_ms: float = 0.0
     disk_ms: float = 0.0
@@ -137,10 +137,15 @@ class Planned:
         assigner = Assigner(self.devices)
         calls = [assigner.assign(self.priced_plan) for _ in range(_CALLS)]
         return (
-            max(_timeline(self.priced_plan, calls, self.devices).peak_bytes)
-            + self.working_bytes
-            + self.graph_bytes
+            max(_timeline(self.priced_plan, calls, self.devices).peak_bytes) + self.working_bytes + self.pool_bytes
         )
+
+    @cached_property
+    def graph_bytes(self) -> int:
+        """The bytes that graphs take on a device beside what Python's runs do."""
+        costs = self.priced_plan.loads.costs
+        layers = [task.layers for task in self.tasks if task.adds_gradients]
+        return self.pool_bytes + max((sum(costs[at].graph_bytes for at in one) for one in layers), default=0)
 
     def timeline(self) -> Timeline:
         """Return one call of the plan, simulated."""
@@ -254,7 +259,7 @@ def _problem(case: Case, sequences: int) -> tuple[tuple[LayerCost, ...], Limits]
     is_double = workload.is_double(machine.ram, case.machines)
     costs = workload.costs(sequences, machine.card)
     limits = machine.limits(
-        workload.working_bytes(sequences) + workload.graph_bytes(costs, sequences),
+        workload.working_bytes(sequences) + workload.pool_bytes(sequences),
         optimizer_bytes=float(f"{workload.step_bytes(case.machines):.{_DIGITS}g}"),
         double_buffer=is_double,
     )
@@ -280,7 +285,7 @@ def _planned(count: int, search: Search, case: Case, *, settles: bool) -> Planne
         working_bytes=case.workload.working_bytes(sequences),
         devices=devices,
         tasks=tasks,
-        graph_bytes=case.workload.graph_bytes(priced.loads.costs, sequences),
+        pool_bytes=case.workload.pool_bytes(sequences),
         traffic_bytes=traffic,
         network_ms=traffic / (case.network.gb_s * 1e6),
         disk_ms=case.workload.how.drive.ms(case.workload.disk_bytes(case.machines)),

@@ -343,14 +343,9 @@ class Workload:
         is_layer = 0 < at < len(self.observed.facts) - 1
         return self.how.launch == "graphs" and is_layer and not _expanded_bytes(self.observed.modules[at])
 
-    def graph_bytes(self, costs: Sequence[LayerCost], sequences: int) -> int:
-        """Return what graphs keep on a device: weights and gradients of their layers, and a pool.
-
-        The pool holds what a microbatch takes beside these.
-        """
-        kept = sum(cost.kept_bytes for cost in costs if cost.has_graphs)
-        pool = kept + self.working_bytes(sequences) if self.how.launch == "graphs" else 0
-        return sum(cost.fixed_bytes for cost in costs) + pool
+    def pool_bytes(self, sequences: int) -> int:
+        """Return what layers work in where graphs launch them, which is memory of these alone."""
+        return self.working_bytes(sequences) if self.how.launch == "graphs" else 0
 
     @cached_property
     def _fp8(self) -> Fp8Share:

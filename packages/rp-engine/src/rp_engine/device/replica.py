@@ -222,7 +222,7 @@ class Twins:
             twin.grad = None
         # Expanded weights may belong to this block.
         self.expansions.forget()
-        if block in self.graphs.fixed:
+        if block in self.graphs.graphed:
             # Graphs know the codes by address, too.
             self._fp8.note_moved(block.users)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from rp_transfer import Event, Ticket
 
 from rp_engine.device.gradient_sums import GradientSums
 from rp_engine.device.memory.fp8_twins import Fp8Products
-from rp_engine.device.memory.graph_store import FixedBlock
+from rp_engine.device.memory.graph_store import NO_MEMORY, TaskMemory
 from rp_engine.device.memory.weight_cache import NoWeightCache, WeightCache
 from rp_engine.device.replica import Twins
 from rp_engine.device.transfers import bring, bring_again, save, upload_from_disk, upload_from_host
@@ -79,9 +79,9 @@ class Weights:
         self._bound: dict[Block, torch.Tensor] = {}
         self._addresses: set[int] = set()
         self._written: set[Block] = set()
-        self._fixed: Mapping[Block, FixedBlock] = {}
+        self._fixed = NO_MEMORY
 
-    def use_fixed(self, fixed: Mapping[Block, FixedBlock]) -> None:
+    def use_fixed(self, fixed: TaskMemory) -> None:
         """Let weights and sums lie where graphs know them by address."""
         self._fixed = self.sums.fixed = fixed
 
@@ -161,27 +161,20 @@ class Weights:
 
     def _in_fixed(self, block: Block, memory: torch.Tensor) -> torch.Tensor:
         """Copy weights that have arrived to where graphs read them, if any do; return where they are."""
-        fixed = self._fixed_like(block, memory)
-        if fixed is None:
+        fixed = self._fixed.get(block).of(memory.dtype)
+        if fixed is None or fixed is memory:
             return memory
         self._device.compute.touch(write=(fixed,), what="weights of graphs")
         fixed.copy_(memory)
-        # What they came in is free again.
+        # What they came in is free again. It does not stay for later calls: those whose weights do have no graphs.
         self._lane.retainer.keep(self._device.compute.record(), memory)
         self._arriving[block] = (fixed, self._arriving[block][1])
         return fixed
 
-    def _fixed_like(self, block: Block, memory: torch.Tensor) -> torch.Tensor | None:
-        found = self._fixed.get(block)
-        return None if found is None else found.of(memory.dtype)
-
     def _move_to_fixed(self, block: Block) -> None:
-        if block not in self._fixed:
-            return
         bound = self._bound[block]
-        fixed = self._fixed_like(block, bound)
-        if fixed is not None and bound is not fixed:
-            self._point_at(block, self._in_fixed(block, bound))
+        if (fixed := self._in_fixed(block, bound)) is not bound:
+            self._point_at(block, fixed)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of a bound block."""

@@ -18,6 +18,7 @@ from torch import nn
 
 from rp_engine.device.compiling import Eager
 from rp_engine.device.memory.fp8_twins import Fp8Products
+from rp_engine.device.memory.graph_store import GraphMemory
 from rp_engine.device.packet import Packet
 from rp_engine.device.replica import Twins
 from rp_engine.engine.host_parameters import HostParameters, Observer
@@ -272,12 +273,12 @@ class Runs(Observer):
                 self.planner.take(times, is_whole=not work.shortages)
             if not work.shortages:
                 self.planner.note_over(
-                    work.call.mode, work.size, work.span, work.call.graph_work, self._pool_bytes
+                    work.call.mode, work.size, work.span, work.call.graph_work, self._graph_memory
                 )
         warn_of_shortages(work)
 
-    def _pool_bytes(self) -> int:
-        return max(twins.graphs.pool_bytes for twins in self._twins)
+    def _graph_memory(self) -> GraphMemory:
+        return max((twins.graphs.memory for twins in self._twins), key=sum)
 
     def _graphable(self, mode: Mode) -> frozenset[int]:
         """Return the layers that graphs could launch in calls of a mode, by what was seen of them."""

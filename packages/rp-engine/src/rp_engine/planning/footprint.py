@@ -18,6 +18,8 @@ from rp_state.block import Block
 from rp_state.gradient import sum_dtype
 from rp_state.layers import LayerState
 
+from rp_engine.device.memory.graph_store import GraphMemory
+
 # For backward a matrix product keeps its input and the next operation its output; layers keep more than these.
 _GUESSED_FACTOR = 2
 # After a shortage, a task may be predicted to take this part of what did not fit.
@@ -57,8 +59,8 @@ class Footprint:
         self._codes: dict[int, int] = {}
         # By layer, how many bytes fewer are uploaded, since codes travel in place of weights.
         self._spared: dict[int, int] = {}
-        # The rows of microbatches that graphs were captured for, and the bytes of their pools; None before.
-        self._pools: tuple[int, int] | None = None
+        # The rows of microbatches that graphs were captured for, and what they keep; None before.
+        self._graphs: tuple[int, GraphMemory] | None = None
 
     @property
     def is_measured(self) -> bool:
@@ -93,27 +95,27 @@ class Footprint:
         """Return how many bytes fewer than these layers' weights are uploaded."""
         return sum(self._spared.get(layer, 0) for layer in layers)
 
-    def note_pools(self, nbytes: int, rows: int) -> None:
-        """Record the bytes of graphs' pools on the device that has most, for microbatches of so many rows."""
-        if nbytes and (self._pools is None or (rows, nbytes) > self._pools):
-            self._pools = rows, nbytes
+    def note_graphs(self, memory: GraphMemory, rows: int) -> None:
+        """Record what graphs keep on the device that has most, for microbatches of so many rows."""
+        if sum(memory) and (self._graphs is None or (rows, memory) > self._graphs):
+            self._graphs = rows, memory
             self.version += 1
 
     def graph_bytes(self, costs: Sequence[LayerCost], rows: int, graphed: frozenset[int] | None = None) -> int:
-        """Return what graphs keep on a device: weights and gradients of their layers, and pools.
+        """Return what graphs keep on a device beside what tasks take (`resident_bytes`).
 
-        Those of these costs, and of layers that have graphs for other calls: `graphed`, or by default now. A pool
-        holds about what a microbatch takes beside these, until it is there to be measured.
+        For calls whose layers have graphs themselves, that is what layers work in, in a pool of their own. For
+        others it is all that graphs of `graphed` layers keep, or by default of those that have any now.
         """
-        own = {layer for layer, cost in enumerate(costs) if cost.has_graphs}
-        layers = [costs[layer] for layer in own | (self.graphed if graphed is None else graphed)]
+        if any(cost.has_graphs for cost in costs):
+            return self.working_at(rows)
+        layers = [costs[layer] for layer in (self.graphed if graphed is None else graphed)]
         if not layers:
             return 0
-        fixed = sum(cost.weight_bytes + cost.gradient_bytes for cost in layers)
-        if self._pools is None:
-            return fixed + sum(cost.kept_bytes for cost in layers) + self.working_at(rows)
-        most, nbytes = self._pools
-        return fixed + nbytes * max(rows if own else 0, most) // most
+        if self._graphs is not None:
+            return sum(self._graphs[1])
+        fixed = sum(cost.weight_bytes + cost.gradient_bytes + cost.kept_bytes for cost in layers)
+        return fixed + self.working_at(rows)
 
     def working_at(self, rows: int) -> int:
         """Return the workspace for `rows`: on a line between measured ones; beyond the largest, in proportion.
@@ -200,7 +202,8 @@ def resident_bytes(tasks: Sequence[Task], costs: Sequence[LayerCost]) -> int:
     microbatch keeps nothing any more when they come. The last task's next one is the first task of the next call,
     on whichever device that will be; a call that computes losses returns only when no forward pass is left, and
     the next one begins after that. Weights of the task before, until the device has passed it, are not counted:
-    where launching is that far ahead, they show as workspace. Nor is what graphs keep (`Footprint.graph_bytes`).
+    where launching is that far ahead, they show as workspace. Nor is what graphs keep beside tasks
+    (`Footprint.graph_bytes`).
 
     >>> layers = [LayerCost(1, weight_bytes=10, kept_bytes=5), LayerCost(1, weight_bytes=10, kept_bytes=17)]
     >>> resident_bytes([Task("F", range(0, 1), range(2), 0), Task("FB", range(1, 2), range(2), 0)], layers)
@@ -226,15 +229,20 @@ def _queue_bytes(queue: Sequence[Task], costs: Sequence[LayerCost], first: int) 
 def _bytes_during(task: Task, costs: Sequence[LayerCost], fetched: int, *, is_last_loss: bool = False) -> int:
     kept = _kept_bytes(task, costs)
     comes_late = is_last_loss or len(task.microbatches) == 1
-    return _state_bytes(task, costs) + (max(kept, fetched) if comes_late else kept + fetched)
+    taken = _state_bytes(task, costs) + _graph_bytes(task, costs)
+    return taken + (max(kept, fetched) if comes_late else kept + fetched)
 
 
 def _task_bytes(task: Task, costs: Sequence[LayerCost]) -> int:
     return _state_bytes(task, costs) + _kept_bytes(task, costs)
 
 
+def _graph_bytes(task: Task, costs: Sequence[LayerCost]) -> int:
+    return sum(costs[layer].graph_bytes for layer in task.layers if task.adds_gradients)
+
+
 def _state_bytes(task: Task, costs: Sequence[LayerCost]) -> int:
-    gradients = sum(costs[layer].passing_gradient_bytes for layer in task.layers if task.adds_gradients)
+    gradients = sum(costs[layer].gradient_bytes for layer in task.layers if task.adds_gradients)
     return _weight_bytes(task, costs) + gradients
 
 

@@ -20,7 +20,7 @@ from rp_telemetry.launch_times import Launches
 from rp_telemetry.layer_times import LayerTimes, ModelTimer
 
 from rp_engine.device.memory.call_size import CallSize
-from rp_engine.device.memory.graph_store import GraphWork
+from rp_engine.device.memory.graph_store import GraphMemory, GraphWork
 from rp_engine.device.memory.weight_cache import WeightCache
 from rp_engine.planning.adaptive import PlanInUse
 from rp_engine.planning.call_log import CallLog
@@ -224,15 +224,16 @@ class Planner:
         return resident_bytes(tasks, costs) + taken
 
     def note_over(
-        self, mode: Mode, size: CallSize, call: CallSpan, work: GraphWork, pool_bytes: Callable[[], int]
+        self, mode: Mode, size: CallSize, call: CallSpan, work: GraphWork, memory: Callable[[], GraphMemory]
     ) -> None:
-        """Use what a call took that is over. `work`: what graphs did in it; `pool_bytes`: asks what they hold."""
-        call_ms = self.log.note(mode, call, is_usual=not work.is_prepared)
+        """Use what a call took that is over. `work`: what graphs did in it; `memory`: asks what they keep."""
+        awaits = work.is_awaited and self.launching.note_awaiting(mode, size.microbatches)
+        call_ms = self.log.note(mode, call, is_usual=not (work.is_prepared or awaits))
         if call_ms is not None:
             replayed, is_measured = work.is_replayed, work.is_measured
             self.launching.note(mode, size.microbatches, call_ms, replayed=replayed, is_measured=is_measured)
         if work.is_prepared and self._sees_memory:
-            self.footprint.note_pools(pool_bytes(), size.rows)
+            self.footprint.note_graphs(memory(), size.rows)
 
     # Plans
 

@@ -129,22 +129,16 @@ class LayerCost:
         return self.replay_launch_ms is not None
 
     @property
-    def fixed_bytes(self) -> int:
-        """Device memory in which the layer's graphs keep its weights and gradients for good.
+    def graph_bytes(self) -> int:
+        """Device memory that graphs of the layer take in a task that runs backward, beside what others take.
 
-        >>> LayerCost(1.0, weight_bytes=100, trainable_bytes=2, replay_launch_ms=0.02).fixed_bytes
-        104
+        >>> LayerCost(1.0, weight_bytes=100, trainable_bytes=2, kept_bytes=7, replay_launch_ms=0.02).graph_bytes
+        11
+
+        Sums of gradients stay where graphs add to them while copies leave, and activations lie in a pool of their
+        own. Weights do not count: the memory in which they stay takes the place of that in which they arrive.
         """
-        return self.weight_bytes + self.gradient_bytes if self.has_graphs else 0
-
-    @property
-    def passing_gradient_bytes(self) -> int:
-        """Bytes of gradients that a task of the layer takes on a device beside its weights.
-
-        Where graphs keep both, the weights' memory is free again once they are copied, which is before copies of
-        the gradients leave: only what these take more counts.
-        """
-        return max(self.gradient_bytes - self.weight_bytes, 0) if self.has_graphs else self.gradient_bytes
+        return self.gradient_bytes + self.kept_bytes if self.has_graphs else 0
 
 
 def replayed_part(kind: TaskKind, microbatches: int) -> float:

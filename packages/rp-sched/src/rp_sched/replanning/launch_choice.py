@@ -209,6 +209,11 @@ class LaunchChoice:
         if self._num_plans < _PLANS and len(self._ms[self.by_graphs]) >= _TRIAL:
             self._num_plans = 0
 
+    def note_awaiting(self) -> bool:
+        """Note a call that counts for nothing, as its graphs are to come; return whether there is hope of them."""
+        self._idle_calls += 1
+        return self._idle_calls < _PATIENCE
+
     def follow(self, question: LaunchQuestion) -> None:
         """Let graphs launch what they can, as the user has configured."""
         self._plan = question.plan

@@ -106,3 +106,8 @@ class Launching:
         choice = self._choices.get((mode, microbatches))
         if choice is not None:
             choice.note(call_ms, replayed=replayed, is_measured=is_measured)
+
+    def note_awaiting(self, mode: Mode, microbatches: int) -> bool:
+        """Note a call with shapes whose graphs are to come; return whether later calls are to have them."""
+        choice = self._choices.get((mode, microbatches))
+        return choice is not None and choice.note_awaiting()

@@ -27,8 +27,8 @@ class Load(NamedTuple):
     stage may start it, on the slowest links. `weight_bytes`: uploaded for the task. `input_bytes`,
     `output_bytes`: uploaded and downloaded per microbatch. `sent_bytes`, `added_bytes`: gradients downloaded by
     the task, of which the latter are added on the host. `step_bytes`: traffic of the optimizer's step that the
-    task's gradients complete. `state_bytes`: weights and gradients on the device, beside those that graphs keep.
-    `gradient_bytes`: gradients alone. `kept_bytes`: kept activations of one microbatch.
+    task's gradients complete. `state_bytes`: weights and gradients on the device. `gradient_bytes`: gradients
+    alone. `kept_bytes`: kept activations of one microbatch, and what graphs take.
     """
 
     kind: TaskKind
@@ -137,8 +137,8 @@ class Loads:
         self.backward_ms = _sums([cost.backward_ms for cost in costs])
         self.weight_bytes = _sums([cost.weight_bytes for cost in costs])
         self.trainable_bytes = _sums([cost.trainable_bytes for cost in costs])
-        self.gradient_bytes = _sums([cost.passing_gradient_bytes for cost in costs])
-        self.kept_bytes = _sums([cost.kept_bytes for cost in costs])
+        self.gradient_bytes = _sums([cost.gradient_bytes for cost in costs])
+        self.kept_bytes = _sums([cost.kept_bytes + cost.graph_bytes for cost in costs])
         self.ordered = _sums([int(cost.writes_buffers) for cost in costs])
         # The input of each layer. That of the model counts as 0, since its size is not given.
         self.input_bytes = [0, *(cost.boundary_bytes for cost in costs)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rp_sched import Mode
@@ -13,13 +14,15 @@ from rp_transfer import GraphPool
 
 # Signatures that are remembered: shapes may come and go without end.
 _MOST_ENTRIES = 256
+# Graphs stay while they are not used for so many calls: another plan may be on trial meanwhile.
+_UNUSED = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FixedBlock:
-    """Memory of a weight block that graphs read, and of the sums that they add gradients to, or None.
+    """Memory of weights that graphs read, and of the sums that they add gradients to, or None.
 
-    `memory`: one for each form, by dtype, in which the block has come: (numel,).
+    `memory`: one for each form, by dtype, in which the weights have come: (numel,).
     """
 
     memory: Mapping[torch.dtype, torch.Tensor]
@@ -29,16 +32,71 @@ class FixedBlock:
         """Return the memory of the form with this dtype; None if no graph reads that."""
         return self.memory.get(dtype)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all of it."""
+        return sum(one.nbytes for one in (*self.memory.values(), self.sums) if one is not None)
+
+
+_NOT_FIXED = FixedBlock({}, None)
+
+
+class WeightSlot(NamedTuple):
+    """A place for weights of one layout: the `number`-th of these in a task."""
+
+    kind: str
+    numel: int
+    dtype: torch.dtype
+    number: int
+
+
+class TaskMemory:
+    """Where graphs have the weights and sums of one task.
+
+    The n-th block of a layout lies in the n-th slot of that layout, whichever task it is: tasks of a device never
+    run at once, so where stages stream, the slots are as large as the largest stage.
+    """
+
+    def __init__(self, memory: dict[WeightSlot, FixedBlock], blocks: Iterable[Block]) -> None:
+        self._memory = memory
+        self.slots: dict[Block, WeightSlot] = {}
+        seen = Counter[Hashable]()
+        for block in dict.fromkeys(blocks):
+            layout = block.kind, block.layout.numel, block.layout.dtype
+            self.slots[block] = WeightSlot(*layout, seen[layout])
+            seen[layout] += 1
+
+    def get(self, block: Block) -> FixedBlock:
+        """Return the memory of a block's slot; that of none if no graph reads that."""
+        slot = self.slots.get(block)
+        return _NOT_FIXED if slot is None else self._memory.get(slot, _NOT_FIXED)
+
+    def fix(self, block: Block, memory: FixedBlock) -> None:
+        """Let a block of the task, and others in its slot, lie in this memory from now on."""
+        self._memory[self.slots[block]] = memory
+
+
+NO_MEMORY = TaskMemory({}, ())
+
+
+class GraphMemory(NamedTuple):
+    """The bytes that graphs keep on a device: of their pools, and of the slots for weights and sums."""
+
+    pools: int
+    slots: int
+
 
 @dataclass
 class GraphWork:
     """What graphs did in one call. Its tasks' threads only ever set these.
 
-    `is_prepared`: some were captured or tried, which takes longer than calls do. `is_replayed`: some ran.
-    `is_measured`: layers were timed, which takes longer, too; not where they always are.
+    `is_prepared`: some were captured or tried, which takes longer than calls do. `is_awaited`: some are to be
+    captured in a later call. `is_replayed`: some ran. `is_measured`: layers were timed, which takes longer, too;
+    not where they always are.
     """
 
     is_prepared: bool = False
+    is_awaited: bool = False
     is_replayed: bool = False
     is_measured: bool = False
 
@@ -79,14 +137,16 @@ class Entry:
 class GraphStore:
     """All entries, by signature.
 
-    `fixed`: by block. `pools`: one for each place of layers in a task: tasks of a device never run at once.
-    `refused`: layers whose forward cannot be captured. `graphable`: by layer, whether graphs might launch it, as
-    it was seen last. `is_off`: memory ran out, so there are none any more. `calls`: by mode, how many calls there
-    were, and the number that the latest has among calls of all modes.
+    `slots`: what lies where graphs know it. `graphed`: the blocks that some graph reads. `pools`: one for each
+    place of layers in a task: tasks of a device never run at once. `refused`: layers whose forward cannot be
+    captured. `graphable`: by layer, whether graphs might launch it, as it was seen last. `is_off`: memory ran out,
+    so there are none any more. `calls`: by mode, how many calls there were, and the number that the latest has
+    among calls of all modes.
     """
 
     entries: dict[Hashable, Entry] = field(default_factory=dict[Hashable, Entry])
-    fixed: dict[Block, FixedBlock] = field(default_factory=dict[Block, FixedBlock])
+    slots: dict[WeightSlot, FixedBlock] = field(default_factory=dict[WeightSlot, FixedBlock])
+    graphed: set[Block] = field(default_factory=set[Block])
     pools: list[GraphPool] = field(default_factory=list[GraphPool])
     refused: set[int] = field(default_factory=set[int])
     graphable: dict[int, bool] = field(default_factory=dict[int, bool])
@@ -97,6 +157,15 @@ class GraphStore:
     def pool_bytes(self) -> int:
         """The bytes of all pools."""
         return sum(pool.nbytes for pool in self.pools)
+
+    @property
+    def memory(self) -> GraphMemory:
+        """The bytes of all that stays for graphs."""
+        return GraphMemory(self.pool_bytes, sum(slot.nbytes for slot in self.slots.values()))
+
+    def memory_of(self, blocks: Iterable[Block]) -> TaskMemory:
+        """Return where a task with these blocks has its memory."""
+        return TaskMemory(self.slots, blocks)
 
     def number(self, mode: Mode, call: int) -> int:
         """The number of a call among those of its mode."""
@@ -122,11 +191,12 @@ class GraphStore:
         for entry in self.entries.values():
             entry.lose()
         self.entries.clear()
-        self.fixed.clear()
+        self.slots.clear()
+        self.graphed.clear()
         self.pools.clear()
 
     def drop_unused(self, mode: Mode, call: int) -> None:
-        """Free graphs that no call of this mode but some before the last two has used: plans or shapes of then."""
+        """Free graphs that the latest calls of this mode did not use: of plans or shapes of before."""
         for entry in self.entries.values():
-            if entry.mode == mode and entry.last_call < call - 2:
+            if entry.mode == mode and entry.last_call < call - _UNUSED:
                 entry.lose()

@@ -46,8 +46,6 @@ _CHANGED = (
 )
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
-_NOT_FIXED = FixedBlock({}, None)
-
 
 class NoRoom(NotCapturable):
     """Device memory is too short for graphs."""
@@ -75,7 +73,8 @@ class TaskGraphs:
         self._call = call = place.call
         self._device = place.lane.device
         self._twins = place.twins
-        self._store = place.twins.graphs
+        self._store = store = place.twins.graphs
+        self._memory = store.memory_of(block for layer in task.layers for block in call.state.layers[layer].blocks)
         self._task = task
         self._weights = weights
         self._layers = layers
@@ -99,7 +98,7 @@ class TaskGraphs:
             self._tell(task.layers, reason)
             self.is_used = False
         if self.is_used:
-            weights.use_fixed(self._store.fixed)
+            weights.use_fixed(self._memory)
 
     def run(self, layers: range, microbatch: int, tree: Any, *, recomputes: bool) -> tuple[int, Any] | None:
         """Replay the first of these layers, if graphs launch them; return how many, and the output of the last.
@@ -128,7 +127,7 @@ class TaskGraphs:
 
     def free_unwanted(self) -> None:
         """Free what earlier calls had of graphs, if no later ones are to have any."""
-        if self._call.frees_graphs and self._store.fixed:
+        if self._call.frees_graphs and self._store.slots:
             self._store.clear()
 
     def drop(self) -> None:
@@ -198,7 +197,7 @@ class TaskGraphs:
             kind,
             flags,
             self._call.products,
-            tuple(block in self._call.coded for block in self._blocks(layers)),
+            tuple((block in self._call.coded, self._memory.slots[block]) for block in self._blocks(layers)),
             self._call.autocast,
             tuple(map(id, modules)),
             treedef,
@@ -221,6 +220,8 @@ class TaskGraphs:
         entry.last_call = self._call_number
         if entry.reason is None and entry.num_seen >= entry.num_awaited:
             self._bring_on(entry, layers, place, microbatch, leaves, treedef, recomputes=recomputes)
+        elif entry.reason is None:
+            self._call.graph_work.is_awaited = True
         return entry.reason is None or entry.is_short
 
     def _bring_on(
@@ -333,7 +334,8 @@ class TaskGraphs:
         blocks = list(dict.fromkeys(self._blocks(layers)))
         self._check_room(sum(self._missing_bytes(block) for block in blocks), most)
         for block in blocks:
-            self._store.fixed[block] = self._fixed(block)
+            self._memory.fix(block, self._fixed(block))
+        self._store.graphed.update(blocks)
         for layer in layers:
             self._weights.bind(self._call.state.layers[layer], training=self._trains)
         if self._trains:
@@ -341,7 +343,7 @@ class TaskGraphs:
             self._weights.sums.make()
 
     def _fixed(self, block: Block) -> FixedBlock:
-        before, stream = self._store.fixed.get(block, _NOT_FIXED), self._device.compute
+        before, stream = self._memory.get(block), self._device.compute
         numel, dtype = self._form(block)
         memory, sums = before.of(dtype), before.sums
         if memory is None:
@@ -357,7 +359,7 @@ class TaskGraphs:
         return self._trains and block.kind == "trainable"
 
     def _missing_bytes(self, block: Block) -> int:
-        before = self._store.fixed.get(block, _NOT_FIXED)
+        before = self._memory.get(block)
         numel, dtype = self._form(block)
         memory = 0 if before.of(dtype) is not None else numel * dtype.itemsize
         makes_sums = before.sums is None and self._adds_to(block)
