@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -269,17 +268,6 @@ def test_graphs_stay_while_launching_is_somewhat_less_than_a_bound() -> None:
         assert asking.by_graphs() is by_graphs
 
 
-@pytest.mark.parametrize("launch", ["auto", "graphs", "eager"])
-def test_what_is_refused_for_a_model_is_chosen_only_if_configured(launch: Any) -> None:
-    launching = Launching(lambda _: ALL, lambda *_: 0, may_choose=True, refusal="they are compiled")
-    launching.choose(launch, "train", 8, 2, fused(8), timer(5.0, 5.0))
-
-    found = launching.decision("train", 8)
-    wanted = {"auto": "eager, since they are compiled", "graphs": "graphs, since configured", "eager": "None"}
-    assert str(found) == wanted[launch]
-    assert bool(launching.layers_of_call("train", 8)) == (launch == "graphs")
-
-
 def test_memory_of_graphs_is_counted_until_no_calls_have_any() -> None:
     launching = Launching(lambda _: ALL, lambda *_: 0, may_choose=True)
     launching.choose("graphs", "fused", 8, 2, fused(8), timer(5.0, 5.0))
@@ -319,9 +307,7 @@ def test_plans_of_all_calls_leave_what_graphs_of_some_keep() -> None:
 def bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU devices choose, as if launching bound them."""
     monkeypatch.setattr("rp_telemetry.layer_times._DRIFT", float("inf"))
-    choosing = lambda *asks, may_choose, refusal: Launching(  # noqa: E731
-        *asks, may_choose=not may_choose, refusal=refusal
-    )
+    choosing = lambda *asks, may_choose: Launching(*asks, may_choose=not may_choose)  # noqa: E731
     monkeypatch.setattr(planner, "Launching", choosing)
     # On a busy machine plans change often.
     monkeypatch.setattr(choices, "_PLANS", 0)
@@ -335,7 +321,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_calls_have_the_bits_of_eager_ones_whatever_is_chosen(
     monkeypatch: pytest.MonkeyPatch, replays: list[range], is_faster: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(choices, "_GAIN", -1e9 if is_faster else 1.0)
+    monkeypatch.setattr(choices, "GRAPH_GAIN", -1e9 if is_faster else 1.0)
     models: list[RoundPipe] = []
     steps = 40
     with Runtime("cpu:1") as runtime, caplog.at_level(logging.INFO, "rp_sched"):

@@ -130,12 +130,14 @@ def trained(
     steps: int = 9,
     before: Callable[[int], None] = lambda _: None,
     beside: Callable[[int, RoundPipe], None] = lambda *_: None,
+    is_compiled: bool = False,
 ) -> list[torch.Tensor]:
     """Losses, gradients, outputs of an evaluation, and what is trained at last."""
     steps += num_measured(runtime)
     layers = copy.deepcopy(layers)
     config = RoundPipeRunConfig(num_microbatch=MICROBATCHES, launch=launch, execute_plan=plan)
-    model = RoundPipe(layers, runtime=runtime, model_run_config=config, optim_dtype=torch.float32)
+    how = {"model_run_config": config, "optim_dtype": torch.float32, "compile_layers": is_compiled}
+    model = RoundPipe(layers, runtime=runtime, **how)
     optimizer = AdamW(model.optim_parameters(), lr=1e-2)
     dtype, found = next(layers.parameters()).dtype, []
 
@@ -339,11 +341,13 @@ def test_graphs_leave_draws_of_layers_beside_them_as_they_are(
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("plan", PLANS)
-def test_layers_draw_on_a_gpu_as_they_do_by_python(plan: str, replays: list[range]) -> None:
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, id="compiled")])
+def test_layers_draw_on_a_gpu_as_they_do_by_python(plan: str, is_compiled: bool, replays: list[range]) -> None:
     with Runtime("cuda:0") as runtime:
         layers = row(*(Residual(dropout=0.3) for _ in range(LAYERS - 1)))
-        expected = trained(runtime, layers, "eager", PLANS[plan], steps=20)
-        assert_same(trained(runtime, layers, "graphs", PLANS[plan], steps=20), expected)
+        how: dict[str, Any] = {"steps": 20, "is_compiled": is_compiled}
+        expected = trained(runtime, layers, "eager", PLANS[plan], **how)
+        assert_same(trained(runtime, layers, "graphs", PLANS[plan], **how), expected)
         # Of training; the loss function reads what the last one returns.
     assert {layer for span in replays for layer in span} >= set(range(LAYERS - 1))
 

@@ -436,10 +436,7 @@ def test_graphs_are_foretold_where_they_are_asked_for_and_fit(memory_gb: int | N
     assert eager.planned is not None
     assert auto.planned is not None
     assert asked.planned is not None
-    # As the engine launches compiled layers.
-    assert auto.case.workload.how.launch == "eager"
-    assert auto.planned.ms == eager.planned.ms
-    assert auto.planned.graph_bytes == 0
+    assert (auto.planned, auto.case.workload.how.launch) == (asked.planned, asked.case.workload.how.launch)
     if memory_gb == 5:
         # Where they do not fit, layers run without.
         assert asked.case.workload.how.launch == "eager"

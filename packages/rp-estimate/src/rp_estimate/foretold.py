@@ -10,6 +10,7 @@ from typing import Literal
 
 from rp_engine.estimates import MemoryForecast, in_place
 from rp_sched import (
+    GRAPH_GAIN,
     Assigner,
     LayerCost,
     Limits,
@@ -183,6 +184,11 @@ class Foretold:
         frozen = workload.frozen_bytes if drive.is_there and workload.how.frozen is drive else 0
         return max(workload.disk_bytes(self.case.machines) + frozen - drive.total_bytes, 0)
 
+    def gains_over(self, eager: Foretold) -> bool:
+        """Whether graphs, which launch this case, make a step as much shorter as the engine asks for."""
+        mine, other = self.planned, eager.planned
+        return mine is not None and other is not None and mine.ms <= (1 - GRAPH_GAIN) * other.ms
+
     @property
     def hiding_batch(self) -> int:
         """The batch from which on computing takes longer than what is read meanwhile; 0 without a plan."""
@@ -203,13 +209,25 @@ class Foretold:
 def foretell(case: Case, *, settles: bool = True) -> Foretold:
     """Plan a case and forecast its memory. `settles`: search until the end, and simulate the result.
 
-    With ``compute="auto"`` the answer's case has what is chosen. Graphs that do not fit are none, as in the
-    engine. Cases that differ in host memory only often lead to the same search, which is then made once.
+    With ``compute="auto"`` the answer's case has what is chosen. So it has with ``launch="auto"``: graphs where
+    launching bounds a call, and they make it shorter by the part that the engine asks for. Graphs that do not fit
+    are none, as in the engine. Cases that differ in host memory only often lead to the same search, which is then
+    made once.
     """
+    if case.workload.how.chooses_launch:
+        return _with_launch(case, settles=settles)
     answer = _with_compute(case, settles=settles)
     if case.workload.how.launch == "graphs" and answer.planned is None:
         return _with_compute(case.launched("eager"), settles=settles)
     return answer
+
+
+def _with_launch(case: Case, *, settles: bool) -> Foretold:
+    eager = _with_compute(case.launched("eager"), settles=settles)
+    if eager.planned is None or eager.planned.bound_by != "GIL":
+        return eager
+    by_graphs = _with_compute(case.launched("graphs"), settles=settles)
+    return by_graphs if by_graphs.gains_over(eager) else eager
 
 
 def _with_compute(case: Case, *, settles: bool) -> Foretold:

@@ -14,7 +14,7 @@ from rp_sched.problem.plan import Plan
 from rp_sched.problem.task_kinds import Kind, TaskKind
 from rp_sched.problem.tasks import Task, check_order, order
 from rp_sched.replanning.estimator import Estimator
-from rp_sched.replanning.launch_choice import LaunchDecision
+from rp_sched.replanning.launch_choice import GRAPH_GAIN, LaunchDecision
 from rp_sched.replanning.launching import Launch, Launching
 from rp_sched.replanning.replanner import Replanner
 from rp_sched.simulation.assignment import Assigner
@@ -31,6 +31,7 @@ Course = PricedPlan
 Dealer = Assigner
 
 __all__ = [
+    "GRAPH_GAIN",
     "LEAST_REPLAYED",
     "Assigner",
     "Device",

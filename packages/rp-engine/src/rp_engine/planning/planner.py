@@ -49,7 +49,6 @@ _MORE_ROWS = 1.2
 _SEARCH_MS = 500.0
 # The number of measured launches to remember: as many as may be in flight, and some that failed.
 _LAUNCHES = 8
-_COMPILED = 'layers are compiled, of which nobody has measured graphs yet; launch="graphs" tries them'
 
 
 class Planner:
@@ -57,8 +56,7 @@ class Planner:
 
     Plans and measurements are kept until the model's blocks change. `size`: of a call.
     `has_room_for_pairs`: whether host memory suffices if two tasks of a call add to each gradient. `graphable`:
-    the layers that graphs could launch in calls of a mode, as far as was seen of them. `compiles`: whether layers
-    are compiled.
+    the layers that graphs could launch in calls of a mode, as far as was seen of them.
     """
 
     def __init__(
@@ -68,11 +66,8 @@ class Planner:
         runtime: Runtime,
         has_room_for_pairs: Callable[[], bool],
         graphable: Callable[[Mode], frozenset[int]],
-        *,
-        compiles: bool = False,
     ) -> None:
         self._name = name
-        self._compiles = compiles
         self._has_room_for_pairs = has_room_for_pairs
         self._graphable = graphable
         self._state = state
@@ -90,8 +85,7 @@ class Planner:
         # How calls are launched: by Python, or by graphs.
         # Not on CPU devices: launching is computing there, and what they record serves tests.
         may_choose = self._runtime.backend.abilities.captures_graphs and not self._on_host
-        refusal = _COMPILED if self._compiles else ""
-        self.launching = Launching(self._graphable, self._missing_bytes, may_choose=may_choose, refusal=refusal)
+        self.launching = Launching(self._graphable, self._missing_bytes, may_choose=may_choose)
         self._homes: tuple[tuple[int, ...], ...] = ()
         # Each with the footprint's version and number of shortages at its last update, and with the layers of its
         # graphs and of all. It is updated when the version has changed, and told whether memory has run out since.

@@ -25,7 +25,6 @@ _BOUNDS: Mapping[Bound, str] = {
 }
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # What a step's work is, by its bound, where that needs another word.
-_COMPILED = "layers are compiled, of which nobody has measured graphs yet; --launch graphs prices them"
 _WORK: Mapping[Bound, str] = {"GIL": "launching", "device": "devices", "link": "links"}
 # Kinds of host memory whose names need an explanation.
 _KINDS = {"second blocks": "second copies of weights, for the next step,"}
@@ -146,10 +145,10 @@ def run_summary(answer: Foretold, planned: Planned) -> Iterator[str]:
     chosen = "chosen" if answer.case.microbatches is None else "as given"
     each = f", {planned.priced_plan.microbatches} on a machine" if answer.case.machines > 1 else ""
     yield f"num_microbatch  {planned.microbatches} ({chosen}), of {counted(planned.sequences, 'sequence')}{each}"
-    if answer.case.workload.how.launch == "graphs":
-        yield f"launch  graphs in inner microbatches, as given; they keep {gb(planned.graph_bytes)} on each device"
-    elif answer.case.workload.how.chooses_launch:
-        yield f"launch  eager, since {_COMPILED}"
+    how = answer.case.workload.how
+    if how.launch == "graphs":
+        why = "as is faster here" if how.chooses_launch else "as given"
+        yield f"launch  graphs in inner microbatches, {why}; they keep {gb(planned.graph_bytes)} on each device"
     yield f"a step  {seconds(planned.ms)}, {rounded(answer.tokens_per_s)} tokens/s"
     if answer.case.machines > 1:
         yield (

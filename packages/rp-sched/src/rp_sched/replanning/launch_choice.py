@@ -21,9 +21,11 @@ _BOUND = 0.7
 _STAYS = 0.5
 # They have to take over this part of launching. First and last microbatches are not theirs, nor are some layers.
 _LEAST_PART = 0.2
-# Graphs are judged by so many calls, and as many by Python before, and have to save this part of a call's time.
-# Calls whose layers are measured take longer, so they do not count.
-_TRIAL, _GAIN = 5, 0.02
+# Graphs are judged by so many calls, and as many by Python before. Calls whose layers are measured take longer, so
+# they do not count.
+_TRIAL = 5
+GRAPH_GAIN = 0.02
+"""The part of a call's time that graphs have to save."""
 # The latest calls that count, as for plans.
 _WINDOW = 8
 # They are given up after so many calls in which none was launched.
@@ -259,7 +261,7 @@ class LaunchChoice:
         elif len(by_graphs) >= _TRIAL:
             before, now = median(self._ms[False]), median(by_graphs)
             took = f"calls took {now:.0f} ms by graphs and {before:.0f} ms without"
-            if now > (1 - _GAIN) * before:
+            if now > (1 - GRAPH_GAIN) * before:
                 self.refuse(took)
             else:
                 self._is_judged = True

@@ -21,8 +21,7 @@ class Launching:
     launched calls, but will launch none. `graphed`: the layers of which devices have graphs until then, for calls
     of any kind. `graphable`: the layers that they could launch in calls of a mode.
     `missing_bytes`: the device memory that graphs of some layers lack, beside what these tasks take with so many
-    rows; None if that is not known. `may_choose`: whether graphs could gain on these devices. `refusal`: why
-    ``"auto"`` chooses none for this model; empty if it may.
+    rows; None if that is not known. `may_choose`: whether graphs could gain on these devices.
     """
 
     def __init__(
@@ -31,7 +30,6 @@ class Launching:
         missing_bytes: Callable[[int, Sequence[Task], frozenset[int]], int | None],
         *,
         may_choose: bool,
-        refusal: str = "",
     ) -> None:
         self.by_graphs = self.frees_graphs = False
         self.graphed = _NONE
@@ -39,7 +37,6 @@ class Launching:
         # The kind of the last training call.
         self._trained: tuple[Mode, int] | None = None
         self._may_choose = may_choose
-        self._refusal = refusal
         self._graphable = graphable
         self._missing_bytes = missing_bytes
         self._choices: dict[tuple[Mode, int], LaunchChoice] = {}
@@ -69,8 +66,6 @@ class Launching:
         question = LaunchQuestion(tasks, partial(self._graphable, mode), missing)
         if launch == "graphs":
             choice.follow(question)
-        elif self._refusal:
-            choice.refuse(self._refusal)
         else:
             choice.decide(question)
             self.by_graphs = choice.by_graphs
