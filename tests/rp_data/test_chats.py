@@ -170,13 +170,14 @@ def test_arguments_that_are_no_object_stay_as_they_are() -> None:
 
 def test_templates_with_names_are_for_tools_and_documents() -> None:
     named = {"default": "D", "tool_use": "T{{ tools | length }}", "rag": "R{{ documents | length }}"}
+    named = {name: f"{text}{{{{ messages[0].content }}}}" for name, text in named.items()}
     messages = [says("user", "one")]
 
-    assert written(named, Chat("a:1", messages)) == "D"
-    assert written(named, Chat("a:1", messages, tools=[{"name": "add"}])) == "T1"
-    assert written(named, Chat("a:1", messages, documents=[{"text": "two"}])) == "R1"
+    assert written(named, Chat("a:1", messages)) == "Done"
+    assert written(named, Chat("a:1", messages, tools=[{"name": "add"}])) == "T1one"
+    assert written(named, Chat("a:1", messages, documents=[{"text": "two"}])) == "R1one"
     del named["default"]
-    assert written(named, Chat("a:1", messages, tools=[{"name": "add"}])) == "T1"
+    assert written(named, Chat("a:1", messages, tools=[{"name": "add"}])) == "T1one"
     with pytest.raises(Refused, match="rag, tool_use, none is named default"):
         written(named, Chat("a:1", messages))
 
@@ -192,7 +193,50 @@ def test_a_named_template_is_asked_for_its_own_marks() -> None:
 def test_variables_of_the_template_come_from_the_row() -> None:
     chat = Chat("a:1", [says("user", "one")], options={"enable_thinking": False})
 
-    assert written("{{ 'thinks' if enable_thinking is not defined else 'acts' }}", chat) == "acts"
+    assert written("{{ messages[0].content if enable_thinking is defined else 'two' }}", chat) == "one"
+
+
+KNOWING = finetuning.CHATML.replace("%}<|im_start|>", "%}{% if ROLES %}<|im_start|>", 1).replace(
+    "<|im_end|>\n", "<|im_end|>\n{% endif %}", 1
+)
+USUAL = KNOWING.replace("ROLES", "message.role in ('user', 'assistant', 'tool') or loop.first")
+
+
+@pytest.mark.parametrize("role", ["developer", "function", "system"])
+def test_a_message_that_the_template_passes_over_is_refused(role: str) -> None:
+    talk = [says("user", "one"), says("assistant", "two"), says(role, "three")]
+
+    with pytest.raises(Refused, match=f"a:1: the chat template does not write message 3, of the role '{role}'"):
+        written(USUAL, Chat("a:1", talk))
+    with pytest.raises(Refused, match="does not write message 3"):
+        learned(USUAL, Chat("a:1", talk))
+    assert "two" in written(USUAL, Chat("a:1", [*talk[:2], says("tool", "three")]))
+
+
+def test_what_templates_write_in_another_form_is_written() -> None:
+    says_so = "<think>\nno\n</think>\n\n one\n'two'\n"
+    for form in ("| trim", "| tojson", ".split('</think>')[-1] | trim", "| upper", "| replace('\n', ' ')"):
+        template = finetuning.CHATML.replace("['content']", f"['content'] {form}".replace(" .", "."))
+        assert "two" in written(template, Chat("a:1", [says("user", says_so)])).lower(), form
+
+
+def test_what_the_template_does_not_read_is_told_and_calls_of_tools_are_refused() -> None:
+    notes = Notes()
+    talk = [says("user", "one", name="six"), says("assistant", "two", reasoning_content="three")]
+    call = Chat(
+        "a:1", [talk[0], says("assistant", "two", tool_calls=[{"function": {"name": "add", "arguments": {}}}])]
+    )
+
+    written(finetuning.CHATML, Chat("a:1", talk, tools=[{}], options={"enable_thinkng": False}), notes)
+    written(ENCODING.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}"), call, notes)
+
+    assert list(notes.lines("--data")) == [
+        "--data: the chat template does not read 'name' (2 conversations), 'tools' (1 conversations), "
+        "'enable_thinkng' (1 conversations), 'reasoning_content' (1 conversations), 'content beside tool_calls' "
+        "(1 conversations)"
+    ]
+    with pytest.raises(Refused, match=r"calls tools .'tool_calls'., which the chat template does not write"):
+        written(finetuning.CHATML, call)
 
 
 # TRL's training templates

@@ -232,7 +232,10 @@ def test_nulls_in_json_are_counted_and_told(tmp_path: Path) -> None:
     path, notes = json_lines(tmp_path / "a", rows), Notes()
 
     assert [type(sample) for sample in read_samples("--data", [path], notes=notes)] == [Text, Text]
-    assert list(notes.lines("--data")) == [f"--data: 2 keys were null and count as absent, the first in {path}:2"]
+    assert list(notes.lines("--data")) == [
+        f"--data: 2 keys were null and count as absent, the first in {path}:2",
+        "--data: fields that are not read: 'meta' (1 rows)",
+    ]
     assert without_nulls(rows[1]["meta"]) == ({"a": [None, {}]}, 1)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -10,6 +10,7 @@ from rp_trainer.errors import Refused
 
 _Result = TypeVar("_Result")
 _SHOWN = 3
+_MOST_NAMES, _NAMES_SHOWN = 1000, 8
 
 
 @dataclass(slots=True)
@@ -17,7 +18,9 @@ class Notes:
     """Notes of one option's data. `skips`: whether bad rows are omitted, instead of refused.
 
     `skipped`, `nulls` and `decoded` count rows, keys and conversations; `reasons` are what is wrong with the
-    first bad rows, `first_null` is the place of a key. `templates`: lines about chat templates.
+    first bad rows, `first_null` is the place of a key. `templates`: lines about chat templates. `left_out`: how
+    many rows have each field that nothing reads; `left_out_of_chats`: conversations, for names that their template
+    does not read.
     """
 
     skips: bool = False
@@ -27,6 +30,8 @@ class Notes:
     first_null: str = ""
     decoded: int = 0
     templates: list[str] = field(default_factory=list[str])
+    left_out: dict[str, int] = field(default_factory=dict[str, int])
+    left_out_of_chats: dict[str, int] = field(default_factory=dict[str, int])
 
     def attempt(self, make: Callable[[], _Result]) -> _Result | None:
         """Return what `make` makes of a row; None for one that is omitted. Raises `Refused` where none are."""
@@ -45,6 +50,14 @@ class Notes:
         if count and not self.nulls:
             self.first_null = place
         self.nulls += count
+
+    def ignored(self, names: Iterable[str]) -> None:
+        """Note the fields of a row that nothing reads."""
+        _count(self.left_out, names)
+
+    def unread(self, names: Iterable[str]) -> None:
+        """Note the names of a conversation that its chat template does not read."""
+        _count(self.left_out_of_chats, names)
 
     def template(self, line: str) -> None:
         """Note something about a chat template, once."""
@@ -70,3 +83,22 @@ class Notes:
                 "since the chat template encodes them itself"
             )
         yield from (f"{option}: {line}" for line in self.templates)
+        if self.left_out:
+            yield f"{option}: fields that are not read: {_counted(self.left_out, 'rows')}"
+        if self.left_out_of_chats:
+            found = _counted(self.left_out_of_chats, "conversations")
+            yield f"{option}: the chat template does not read {found}"
+
+
+def _count(counts: dict[str, int], names: Iterable[str]) -> None:
+    for name in names:
+        # Keys may be as many as rows.
+        if name in counts or len(counts) < _MOST_NAMES:
+            counts[name] = counts.get(name, 0) + 1
+
+
+def _counted(counts: Mapping[str, int], what: str) -> str:
+    """Return names with their counts, the most frequent first."""
+    names = sorted(counts, key=lambda name: -counts[name])
+    shown = ", ".join(f"{name!r:.60} ({counts[name]:,} {what})" for name in names[:_NAMES_SHOWN])
+    return f"{shown}, and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else shown

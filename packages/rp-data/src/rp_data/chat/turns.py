@@ -14,13 +14,15 @@ from rp_data.chat.arguments import decoded, encodes, has_text
 from rp_data.chat.clock import stopped
 from rp_data.chat.contents import in_parts, takes_parts
 from rp_data.chat.templates import Template, Templates, for_training, has_trl
+from rp_data.chat.written import check_written, said_in, unread
 from rp_data.notes import Notes
 from rp_data.offsets import Span, Tokenized, tokenized
 from rp_data.samples import Chat
 
 ASSISTANT = "assistant"
+_CALLS = "tool_calls"
+_BESIDE_CALLS = f"content beside {_CALLS}"
 _LETTERS = ("a", "b")
-_THOUGHT = "</think>"
 _USER = {"role": "user", "content": _LETTERS[0]}
 _INSTEAD = "give --tokenizer one whose template marks the assistant's words with {% generation %}"
 _WITH_TRL = ", install TRL, which has such templates for many models (pip install trl)"
@@ -42,8 +44,7 @@ class ChatTemplate:
 
     def tokens(self, chat: Chat) -> list[int]:
         """Return the tokens of the whole conversation."""
-        text = self._text_of(chat, self._templates.of(chat))
-        return tokenized(self._tokenizer, text.of(text.chat.messages)).tokens
+        return tokenized(self._tokenizer, self._whole(chat)).tokens
 
     def tokens_and_assistant(self, chat: Chat) -> tuple[list[int], list[bool]]:
         """Return the tokens of the whole conversation, and for each whether the assistant says it.
@@ -73,9 +74,24 @@ class ChatTemplate:
         Raises `Refused` as `tokens_and_assistant`.
         """
         if not assistant_only:
-            text = self._text_of(chat, self._templates.of(chat))
-            return text.of(text.chat.messages), None
+            return self._whole(chat), None
         return self._marked(chat)[1]
+
+    def _whole(self, chat: Chat) -> str:
+        text = self._text_of(chat, self._templates.of(chat))
+        return self._checked(text, text.of(text.chat.messages))
+
+    def _checked(self, text: _Text, whole: str) -> str:
+        """Return the whole text of a conversation. Raises `Refused` if the template leaves out a message."""
+        is_whole = check_written(text.chat, whole, text.of)
+        names = unread(text.chat, text.template.text)
+        if _CALLS in names:
+            raise Refused(
+                f"{text.chat.place} calls tools ({_CALLS!r}), which the chat template does not write; give "
+                "--tokenizer one whose template does, or leave the row out"
+            )
+        self._notes.unread(names if is_whole else [*names, _BESIDE_CALLS])
+        return whole
 
     def _marked(self, chat: Chat) -> tuple[Template, tuple[str, list[Span]]]:
         """Return the template that is used for training, and the text with what the assistant says."""
@@ -86,7 +102,8 @@ class ChatTemplate:
                 "it marks is learned; the model keeps its own template"
             )
         text = self._text_of(chat, template)
-        return template, text.marked() if template.marks_assistant else text.by_turns()
+        whole, spans = text.marked() if template.marks_assistant else text.by_turns()
+        return template, (self._checked(text, whole), spans)
 
     def _text_of(self, chat: Chat, template: Template) -> _Text:
         text = _Text(self._tokenizer, chat, template, self._clock)
@@ -145,7 +162,7 @@ class _Text:
             return spans
         said = [(at, one) for at, one in enumerate(self.chat.messages) if one["role"] == ASSISTANT]
         if len(said) != len(spans) or not all(
-            _says(text[start:end], one) for (start, end), (_, one) in zip(spans, said, strict=True)
+            said_in(one) in text[start:end] for (start, end), (_, one) in zip(spans, said, strict=True)
         ):
             raise Refused(
                 f"{self.chat.place} marks messages not to be learned, but it is unknown which tokens are theirs: "
@@ -218,12 +235,6 @@ class _Text:
                     "whole"
                 ) from error
         return text, spans[0] if marks else []
-
-
-def _says(text: str, message: Mapping[str, Any]) -> bool:
-    """Return whether a part of a text has what a message says, besides thoughts, which templates move."""
-    content = message.get("content")
-    return not isinstance(content, str) or content.rpartition(_THOUGHT)[2].strip() in text
 
 
 def _common_prefix(one: str, other: str) -> str:

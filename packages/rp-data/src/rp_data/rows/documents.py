@@ -22,7 +22,7 @@ from rp_data.rows.files import (
     kind_of,
 )
 from rp_data.rows.json_rows import Row, json_rows
-from rp_data.rows.shapes import sample_of
+from rp_data.rows.shapes import ignored, sample_of
 from rp_data.rows.tables import present, separated_rows, stored_rows
 from rp_data.samples import Sample, Text
 
@@ -93,4 +93,5 @@ def _converted(option: str, rows: Iterable[Row], notes: Notes, folder: Path | No
     for place, row in rows:
         sample = notes.attempt(lambda place=place, row=row: sample_of(option, place, row, folder))
         if sample is not None:
+            notes.ignored(ignored(row, sample))
             yield sample

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from rp_trainer.errors import Refused
 
+from rp_data.images.sources import COLUMNS
 from rp_data.rows.beside import BESIDE, after_system, listed, variables_of
 from rp_data.rows.images import columns, with_images
 from rp_data.rows.marks import without_marks
@@ -18,6 +19,7 @@ from rp_data.samples import Chat, Completion, Sample, Text
 Row = Mapping[str, Any]
 _PREFERENCES = ("chosen", "rejected")
 _UNREAD = ("videos", "audios")
+_ALPACA = ("input", "history")
 # Of Stanford's Alpaca: https://github.com/tatsu-lab/stanford_alpaca#data-release
 _BELOW = "Below is an instruction that describes a task"
 _WITH_INPUT = f"{_BELOW}, paired with an input that provides further context"
@@ -44,6 +46,18 @@ def sample_of(option: str, place: str, row: Row, folder: Path | None = None) -> 
             "for this command, rename 'chosen' to 'messages' or 'completion'"
         )
     raise Refused(f"{option} {place} must have {_WANTED}, but has {found}")
+
+
+def ignored(row: Row, sample: Sample) -> list[str]:
+    """Return the names of a row's fields that are not in its sample.
+
+    >>> row = {"prompt": "1+1=", "completion": "2", "id": 7}
+    >>> ignored(row, sample_of("--data", "a:1", row))
+    ['id']
+    """
+    shape = next(names for names in _SHAPES if all(name in row for name in names))
+    beside = (*BESIDE, *_ALPACA, *COLUMNS) if isinstance(sample, Chat) else ()
+    return [name for name in row if name not in shape and name not in beside]
 
 
 def _seeing(option: str, row: Row, sample: Sample, folder: Path) -> Sample:
