@@ -16,11 +16,39 @@ from rp_engine.errors import RoundPipeError
 _Data: TypeAlias = tuple[Any, ...]
 
 
+class LayerCtx:
+    """Marks the calling thread as running one layer. If nested, the innermost context applies."""
+
+    def __enter__(self) -> LayerCtx:
+        self._outer = _FLAGS.layer
+        _FLAGS.layer = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _FLAGS.layer = self._outer
+
+    def save(self, data: _Data) -> None:
+        """Do what `save_for_recompute` does here: nothing, unless it is a layer's first forward."""
+
+
+class _NoLayer(LayerCtx):
+    """Outside of all layers."""
+
+    def save(self, data: _Data) -> None:
+        """Refuse it."""
+        del data
+        raise RoundPipeError(
+            "save_for_recompute was called outside a layer's forward; call it in the forward of a RoundPipe layer"
+        )
+
+
 class _Flags(threading.local):
     optimizer_depth = 0
     is_stepping_in_backward = False
     loss_microbatches = 1
-    layer: LayerCtx | None = None
+    layer: LayerCtx = _NoLayer()
 
 
 _FLAGS = _Flags()
@@ -100,24 +128,10 @@ def lasting() -> AbstractContextManager[object]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
-class LayerCtx:
-    """Marks the calling thread as running one layer. If nested, the innermost context applies."""
-
-    def __enter__(self) -> LayerCtx:
-        self._outer = _FLAGS.layer
-        _FLAGS.layer = self
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _FLAGS.layer = self._outer
-
-
 class ForwardCtx(LayerCtx):
-    """A layer's first forward. `keep` stores the data that the layer saves; None if it will not be recomputed."""
+    """A layer's first forward. `keep` stores the data that the layer saves, if it will be recomputed."""
 
-    def __init__(self, keep: Callable[[_Data], None] | None) -> None:
+    def __init__(self, keep: Callable[[_Data], None]) -> None:
         self._keep = keep
         self._has_saved = False
 
@@ -129,8 +143,7 @@ class ForwardCtx(LayerCtx):
             )
         _refuse_grads(data)
         self._has_saved = True
-        if self._keep is not None:
-            self._keep(data)
+        self._keep(data)
 
 
 class RecomputeCtx(LayerCtx):
@@ -172,13 +185,7 @@ def save_for_recompute(*data: Any) -> None:
     Raises `RoundPipeError` outside a layer's forward and for a second call in one; `ValueError` for a tensor that
     requires grad.
     """
-    layer = _FLAGS.layer
-    if layer is None:
-        raise RoundPipeError(
-            "save_for_recompute was called outside a layer's forward; call it in the forward of a RoundPipe layer"
-        )
-    if isinstance(layer, ForwardCtx):
-        layer.save(data)
+    _FLAGS.layer.save(data)
 
 
 def get_recompute_data() -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from traceback import walk_stack
 
 _LOOP = "drive the model yourself: call model.forward_backward(...) and model.step(...) in a loop of your own"
 _STRATEGY = (
@@ -38,7 +39,5 @@ def advice() -> str:
 
 def _packages() -> Iterator[str]:
     """The packages whose code is on the stack."""
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame, _ in walk_stack(inspect.currentframe()):
         yield str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        frame = frame.f_back

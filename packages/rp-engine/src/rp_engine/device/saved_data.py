@@ -68,15 +68,15 @@ class SavedData:
 
         `also`: called with what the layer saves, which it may write afterwards.
         """
+        told = also or _nobody
         if not self._store.will_recompute(layer, microbatch):
-            return ForwardCtx(also)
+            return ForwardCtx(told)
         saved = Slot("saved", layer, microbatch)
         self._store.drop(saved)
 
         def keep(data: Data) -> None:
             self._keep(saved, data)
-            if also is not None:
-                also(data)
+            told(data)
 
         return ForwardCtx(keep)
 
@@ -112,6 +112,10 @@ class SavedData:
 
     def _fetch(self, packet: Packet) -> tuple[Any, ...]:
         return rp_batch.unflatten(packet.treedef, _unmarked(self._copier.bring(packet)))
+
+
+def _nobody(data: Data) -> None:
+    """Wants to know what a layer saves."""
 
 
 def _unmarked(leaves: Sequence[Any]) -> list[Any]:

@@ -325,10 +325,10 @@ class Engine:
         batch: Batch,
         config: RoundPipeRunConfig,
         loss_fn: LossFn,
-        numbers: Numbers | None = None,
+        numbers: Numbers,
         *,
         keep: bool,
-        step: NoStep = NO_STEP,
+        step: NoStep,
     ) -> Run:
         """Start a training call. Raises `RoundPipeError` if there is nothing to train."""
         self.host.get_ready(training=True)

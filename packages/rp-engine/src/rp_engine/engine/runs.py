@@ -8,7 +8,7 @@ from functools import partial
 from typing import Literal
 
 from rp_errors import warn_user
-from rp_packing import Decision, Fp8
+from rp_packing import Fp8
 from rp_recompute.randomness import Randomness, draw_seed, may_draw_seed, peek_seed
 from rp_sched import Mode, Task
 from rp_state.block import Block
@@ -28,10 +28,10 @@ from rp_engine.engine.under_way import Launched
 from rp_engine.errors import DeviceMemoryWarning
 from rp_engine.execution.autograd import Gradients
 from rp_engine.execution.batch import Batch
-from rp_engine.execution.call import Aside, Call, LossFn, Streams
+from rp_engine.execution.call import USUAL, Aside, Call, LossFn, Streams
 from rp_engine.execution.run import Run
 from rp_engine.execution.stage.graphable import has_drawn, layer_reason
-from rp_engine.peers.call import Numbers
+from rp_engine.peers.call import UNDRAWN, Numbers
 from rp_engine.planning.auto_compute import AutoCompute, autocast_refusal
 from rp_engine.planning.fp8_layers import Fp8Layers, coded_by
 from rp_engine.planning.planner import Planner
@@ -84,7 +84,7 @@ class Runs(Observer):
         loss_fn: LossFn | None = None,
         *,
         keep: bool = True,
-        numbers: Numbers | None = None,
+        numbers: Numbers = UNDRAWN,
         step: NoStep = NO_STEP,
     ) -> Run:
         """Start the run of a call. `step`: an optimizer's, which takes the gradients as they arrive."""
@@ -108,7 +108,7 @@ class Runs(Observer):
         else:
             tasks = self.planner.tasks_aside(config, batch.size)
         self._admit("infer", tasks, batch, keeps_outputs=aside.view is None)
-        call = self._call("infer", batch, config, None, keep=True, numbers=None, aside=aside)
+        call = self._call("infer", batch, config, None, keep=True, numbers=UNDRAWN, manner=aside)
         run = self._followed(call, tasks, batch)
         run.start(None)
         return run
@@ -157,21 +157,22 @@ class Runs(Observer):
         loss_fn: LossFn | None,
         *,
         keep: bool,
-        numbers: Numbers | None,
-        aside: Aside | None = None,
+        numbers: Numbers,
+        manner: Aside = USUAL,
     ) -> Call:
         state, with_grad = self.host.state, mode != "infer"
         # In fp32 nothing multiplies in FP8.
-        products = None if aside is not None and aside.widening is not None else self._products(config)
-        coded = frozenset[Block]() if products is None or aside is not None else self._coded(products, mode)
+        products = self._products(config) if manner.widening is None else None
+        coded = self._coded(products, mode) if products and manner is USUAL else frozenset[Block]()
         compares = with_grad and state.num_runs % _COMPARED_EACH == _COMPARED_EACH // 2
         if compares:
             # Also whether layers draw from Python's generators is looked at anew.
             state.habits = replace(state.habits, not_drawing=set(), sources={})
-        draws = "never" if config.preserve_rng_state is False else self._draws(aside, with_grad=with_grad)
+        draws = "never" if config.preserve_rng_state is False else self._draws(manner, with_grad=with_grad)
         randomness = None
         if draws != "never":
-            numbers = numbers or Numbers(0, draw_seed() if draws == "surely" else peek_seed())
+            if not numbers.is_drawn:
+                numbers = Numbers(0, draw_seed() if draws == "surely" else peek_seed())
             randomness = Randomness(numbers.seed, len(state.layers), state.habits, numbers.first)
         return Call(
             name=self._name,
@@ -191,26 +192,26 @@ class Runs(Observer):
             habits=state.habits,
             looks=draws == "perhaps",
             compares=compares and randomness is not None,
-            aside=aside,
+            manner=manner,
             # Later calls have no seed, so graphs of this one would not be theirs.
-            by_graphs=draws != "perhaps" and aside is None and self.planner.launching.by_graphs,
+            by_graphs=draws != "perhaps" and manner is USUAL and self.planner.launching.by_graphs,
             frees_graphs=self.planner.launching.frees_graphs,
             products=products,
             coded=coded,
-            first_microbatch=0 if numbers is None else numbers.first,
+            first_microbatch=numbers.first,
         )
 
-    def _draws(self, aside: Aside | None, *, with_grad: bool) -> Literal["surely", "perhaps", "never"]:
+    def _draws(self, manner: Aside, *, with_grad: bool) -> Literal["surely", "perhaps", "never"]:
         """Return whether a call draws a seed: perhaps in evaluation mode, if it turns out that anything draws."""
         if with_grad or any(flag for flags in self.host.state.flags for flag in flags):
             return "surely"
         # A layer that draws unexpectedly runs again, which state that it writes does not allow. And the layer of
         # another model inside of which this call is made has the generators to itself.
-        if (aside is not None and aside.holds_state) or not may_draw_seed():
+        if manner.holds_state or not may_draw_seed():
             return "never"
         return _DRAWS[self.host.state.habits.evaluates_randomly]
 
-    def settle_draws(self, run: Run, numbers: Numbers | None = None) -> None:
+    def settle_draws(self, run: Run, numbers: Numbers = UNDRAWN) -> None:
         """After a call that looks: note what it has shown, and draw its seed if that was used.
 
         `numbers`: those that the call was given.
@@ -219,7 +220,7 @@ class Runs(Observer):
         if not call.looks or call.randomness is None:
             return
         call.habits.evaluates_randomly = call.randomness.has_drawn()
-        if call.habits.evaluates_randomly and numbers is None:
+        if call.habits.evaluates_randomly and not numbers.is_drawn:
             draw_seed()
 
     def decide_compute(self, batch: Batch, config: RoundPipeRunConfig) -> None:
@@ -241,9 +242,8 @@ class Runs(Observer):
             return found
         state.publish_codes(code_none)
         reason = "; weights travel in bf16, since host memory has no room for their codes"
-        decision, cast = self.auto_compute.decision, replace(found, uploads="bf16")
-        assert decision is not None
-        self.auto_compute.note(Decision(cast, decision.reason + reason))
+        cast = replace(found, uploads="bf16")
+        self.auto_compute.amend(cast, reason)
         return cast
 
     def _products(self, config: RoundPipeRunConfig) -> Fp8Products | None:
@@ -265,7 +265,7 @@ class Runs(Observer):
 
     def note_over(self, work: Launched) -> None:
         """Give what was measured of a run and of its layers to the planner; tell of memory that ran out."""
-        if not isinstance(work, Run) or work.call.aside is not None:
+        if not isinstance(work, Run) or work.call.manner is not USUAL:
             return
         self.planner.note_shortages([shortage.task for shortage in work.shortages], work.size)
         if not work.aborted:
@@ -316,5 +316,5 @@ class Runs(Observer):
 
 def warn_of_shortages(run: Run) -> None:
     """Issue a `DeviceMemoryWarning` if tasks of the run ran out of device memory and were run in parts."""
-    if not run.aborted and (words := run.explain_shortages()) is not None:
+    if not run.aborted and (words := run.explain_shortages()):
         warn_user(words, DeviceMemoryWarning)

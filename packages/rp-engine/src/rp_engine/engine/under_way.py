@@ -17,8 +17,8 @@ class Launched(Protocol):
         """Block until all of it has ended."""
         ...
 
-    def outcome(self) -> BaseException | None:
-        """Block until all of it has ended; return its error, once."""
+    def errors(self) -> list[BaseException]:
+        """Block until all of it has ended; return its error, once, if it has one."""
         ...
 
 
@@ -45,4 +45,4 @@ class UnderWay:
         self._launched = [work for work in self._launched if work not in over]
         for work in over:
             self._note_over(work)
-        return [error for work in over if (error := work.outcome()) is not None]
+        return [error for work in over for error in work.errors()]

@@ -51,8 +51,9 @@ class WholeModel:
         self.restoring = Restoring(name, self.hosts, runtime, self.memory_check)
         self._optimizer_watch = OptimizerWatch(self._check_optimizer)
         watch_optimizers()
-        # What becomes of the last step that was launched.
-        self._step_outcome: Outcome[None] | None = None
+        # What becomes of the last step that was launched; at first of none, which is over.
+        self._step_outcome: Outcome[None] = Outcome(_nothing)
+        self._step_outcome.carry_out()
         # Torch's optimizers whose state dicts wait for steps.
         self._guarded: WeakSet[Optimizer] = WeakSet()
         # On several machines: what has stepped in the step function that runs; on the optimizer's thread.
@@ -98,7 +99,7 @@ class WholeModel:
             warn_of_unfrozen(self.name, self.states())
             with taking_tickets() as take:
                 parts = [host.prepare_step(take, is_async=is_async) for host in self.hosts]
-                is_idle = self._step_outcome is None or self._step_outcome.done()
+                is_idle = self._step_outcome.done()
                 watched = self._optimizer_watch.launch(self._counting(step_fn), is_async=is_async, is_idle=is_idle)
                 self._step_outcome = outcome = self.hosts[0].submit_step(
                     partial(run_step, self.name, parts, watched, self._shared(parts))
@@ -297,6 +298,10 @@ class WholeModel:
         for host in self.hosts:
             if not host.state.health.has_whole_weights:
                 note_torn_weights(host.name, error)
+
+
+def _nothing() -> None:
+    """No step."""
 
 
 def _wait_for_steps(*_: object) -> None:

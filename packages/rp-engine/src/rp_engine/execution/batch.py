@@ -58,7 +58,7 @@ class Batch:
             self,
             arguments=arguments,
             labels=self.labels[microbatches.start : microbatches.stop],
-            sizes=None if self.sizes is None else self.sizes[microbatches.start : microbatches.stop],
+            sizes=self.sizes and self.sizes[microbatches.start : microbatches.stop],
             inputs=tuple(filter(_wants_grad, _leaves(arguments))) if self.inputs else (),
             size=CallSize.of([part.leaves for part in arguments]),
         )

@@ -92,6 +92,8 @@ class Recomputed:
 class Aside:
     """What tells a call that no plan learns from, such as one that is only to show what a model computes.
 
+    By default it is told by nothing: see `USUAL`.
+
     `view`: makes of what the last layer is given and returns, on its device, what leaves that instead; None: the
     output leaves it.
     `holds_state`: its arguments hold state that layers write, such as a key-value cache, whose tensors stay on the
@@ -107,6 +109,10 @@ class Aside:
     stays: bool = False
 
 
+# A call of the user's, from which plans learn.
+USUAL = Aside()
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One training or inference call.
@@ -116,8 +122,8 @@ class Call:
     caller waits until the results are on the host. `first_microbatch`: the number of this machine's first one.
     `habits`: what layers were seen to do when the call was launched. `looks`: whether it shows if anything draws
     in evaluation mode, and has a seed that is drawn only if so. `compares`: whether what layers recompute is
-    compared with what forward gave, which `recomputed` tells when the call is over. `aside`: None for a call
-    of the user's. `by_graphs`: whether graphs launch layers where they can; `graph_work`: what they did;
+    compared with what forward gave, which `recomputed` tells when the call is over. `manner`: `USUAL` for a
+    call of the user's. `by_graphs`: whether graphs launch layers where they can; `graph_work`: what they did;
     `frees_graphs`: no later call is to have any. `products`: which linear layers multiply in FP8.
     `coded`: the blocks that travel with codes in place of some weights.
     `number`: no other call of the process has it.
@@ -141,7 +147,7 @@ class Call:
     habits: Habits = field(default_factory=Habits)
     looks: bool = False
     compares: bool = False
-    aside: Aside | None = None
+    manner: Aside = USUAL
     by_graphs: bool = False
     frees_graphs: bool = False
     graph_work: GraphWork = field(default_factory=GraphWork)
@@ -152,23 +158,28 @@ class Call:
     number: int = field(default_factory=_NUMBERS.__next__)
 
     @property
+    def aside(self) -> Aside | None:
+        """What tells the call, if it is none of the user's."""
+        return None if self.manner is USUAL else self.manner
+
+    @property
     def holds_state(self) -> bool:
         """See `Aside`."""
-        return self.aside is not None and self.aside.holds_state
+        return self.manner.holds_state
 
     @property
     def widening(self) -> Widening | None:
         """See `Aside`."""
-        return None if self.aside is None else self.aside.widening
+        return self.manner.widening
 
     def kept(self, device: int) -> WeightCache:
         """Return the weights that stay on a device from call to call."""
-        return self.aside.kept[device] if self.aside is not None and self.aside.kept else NO_WEIGHT_CACHE
+        return self.manner.kept[device] if self.manner.kept else NO_WEIGHT_CACHE
 
     @property
     def output_stays(self) -> bool:
         """Whether its output stays on the device."""
-        return self.aside is not None and self.aside.stays
+        return self.manner.stays
 
     @property
     def has_loss(self) -> bool:

@@ -30,7 +30,7 @@ from rp_engine.errors import add_note, class_name, in_words
 from rp_engine.execution.batch import Batch
 from rp_engine.execution.call import Call, Streams
 from rp_engine.execution.caller_slots import CallerSlots
-from rp_engine.execution.effects.sampled_comparison import refuse
+from rp_engine.execution.effects.sampled_comparison import refusals
 from rp_engine.execution.exchange import Aborted, Exchange
 from rp_engine.execution.shortage.advice import Shortage, advice, explanation
 from rp_engine.execution.shortage.ran_out import clear_frames
@@ -261,10 +261,10 @@ class Run:
         """A task ran out of device memory, and what is unfinished of it runs again. Called by any lane."""
         self.shortages.append(Shortage(task, where, in_words(error)))
 
-    def explain_shortages(self) -> str | None:
-        """What happened where device memory ran out, in words, once; None if it did not."""
+    def explain_shortages(self) -> str:
+        """What happened where device memory ran out, in words, once; empty if it did not."""
         if self._is_told or not self.shortages:
-            return None
+            return ""
         self._is_told = True
         return explanation(self.call, self.shortages)
 
@@ -345,34 +345,34 @@ class Run:
 
     def finish(self) -> None:
         """Block until all tasks have ended; raise the run's error, once."""
-        if (error := self.outcome()) is not None:
+        for error in self.errors():
             raise error
 
-    def outcome(self) -> BaseException | None:
-        """Block until all tasks have ended; return the run's error, once."""
+    def errors(self) -> list[BaseException]:
+        """Block until all tasks have ended; return the run's error, once, if it has one."""
         self.wait()
         if self._error is None:
-            return self._impurity()
+            return self._impurities()
         self._await_devices(self._error)
         self._unreported.tell()
         self._exchange.clear()
         # The error keeps its frames and their objects alive, so this run drops its reference.
-        error, self._error = self._error, None
-        return error
+        found, self._error = [self._error], None
+        return found
 
-    def _impurity(self) -> BaseException | None:
-        """The error of a layer that has recomputed something else than its forward gave, if the call compares."""
+    def _impurities(self) -> list[BaseException]:
+        """The error of the first layer that has recomputed something else than its forward gave, if any has."""
         recomputed = list(self.call.recomputed)
         self.call.recomputed.clear()
         for each in recomputed:
             for event in each.packet.events:
                 event.synchronize()
             self._runtime.backend.host_touch(read=each.packet.tensors(), what="comparisons of recomputed layers")
-        error = refuse(self.call, recomputed)
-        if error is not None:
+        found = refusals(self.call, recomputed)[:1]
+        for error in found:
             add_note(error, f"RoundPipe: in model {self.call.name!r}")
             self.call.state.health.note_incomplete(self.number, in_words(error))
-        return error
+        return found
 
     def _await_devices(self, error: BaseException) -> None:
         """Nobody has waited for what the tasks before the failed one queued, and the model may be gone soon."""

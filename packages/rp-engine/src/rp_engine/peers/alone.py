@@ -15,7 +15,7 @@ from rp_state.shards import Undivided
 from rp_telemetry.tracing import SILENT, Tracer
 from rp_transfer import Ticket
 
-from rp_engine.peers.call import CallBatch, Facts, Rows
+from rp_engine.peers.call import UNDRAWN, CallBatch, Facts, Numbers, Rows
 from rp_engine.peers.peers import Launch
 from rp_engine.peers.step import Incomplete, StepGradients
 
@@ -158,8 +158,9 @@ class WholeCall:
         """Return all, by their numbers."""
         return dict(enumerate(items))
 
-    def numbers(self, draws: Callable[[], bool]) -> None:
+    def numbers(self, draws: Callable[[], bool]) -> Numbers:
         """Leave the seed to the run, which draws one only if it uses it."""
+        return UNDRAWN
 
     def refuse(self, words: str) -> None:
         """Refuse nothing."""

@@ -16,10 +16,17 @@ Facts = Callable[[], Mapping[str, Any]]
 
 
 class Numbers(NamedTuple):
-    """The number of this machine's first microbatch, and the seed of the call, which all machines draw."""
+    """The number of this machine's first microbatch, and the seed of the call, which all machines draw.
+
+    `is_drawn`: the seed is drawn; otherwise the run draws one as it starts, if it uses any.
+    """
 
     first: int
     seed: int
+    is_drawn: bool = True
+
+
+UNDRAWN = Numbers(0, 0, is_drawn=False)
 
 
 class CallBatch(Protocol):
@@ -59,8 +66,8 @@ class CallShare(Protocol):
         """Return the items of this machine's microbatches by the numbers of these."""
         ...
 
-    def numbers(self, draws: Callable[[], bool]) -> Numbers | None:
-        """Draw the call's seed before anything can fail; None: it is drawn when the run starts, as on one machine.
+    def numbers(self, draws: Callable[[], bool]) -> Numbers:
+        """Draw the call's seed before anything can fail; on one machine `UNDRAWN`.
 
         `draws`: whether the call draws a seed.
         """

@@ -76,13 +76,13 @@ class AutoCompute:
         self._name = name
         self._runtime = runtime
         self.decision: Decision | None = None
+        self._decided: Compute | Fp8 = "bf16"
+        self._reason = ""
         self.measure: Measured = partial(measured, compiler)
 
     def resolved(self, compute: Compute | Fp8 | None) -> Compute | Fp8 | None:
         """Return what a call that is told `compute` does; before the decision ``"auto"`` is bf16."""
-        if compute != "auto":
-            return compute
-        return "bf16" if self.decision is None else self.decision.recipe or "bf16"
+        return self._decided if compute == "auto" else compute
 
     def decide(self, modules: Sequence[nn.Module], size: CallSize, refused: str | None, peers: Peers) -> Decision:
         """Decide, before a call of this size; the same on all machines, by what the first of them has measured.
@@ -96,15 +96,19 @@ class AutoCompute:
         told = peers.agree(kind, dict, own.encoded())
         first, *others = map(Decision.decoded, told)
         # Those beside the first have at most reasons against FP8.
-        against = next((one for one in others if one.reason), None)
-        return self.note(first if against is None or first.recipe is None else against)
+        against = [one for one in others if one.reason and first.recipe]
+        return self.note((against or [first])[0])
 
     def note(self, decision: Decision) -> Decision:
         """Calls compute so from now on. Returns the decision."""
         if decision != self.decision:
             _LOG.info("model %r: %s", self._name, decision)
-        self.decision = decision
+        self.decision, self._decided, self._reason = decision, decision.recipe or "bf16", decision.reason
         return decision
+
+    def amend(self, recipe: Fp8, because: str) -> None:
+        """Change the recipe that was decided for. `because`: added to the reason."""
+        self.note(Decision(recipe, self._reason + because))
 
     def refusal(self) -> str | None:
         """Return why some device cannot multiply in FP8, in words; None if all can."""

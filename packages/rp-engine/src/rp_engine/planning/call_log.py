@@ -163,14 +163,14 @@ class CallLog:
         under, in_use = self._launched.pop(call.number)
         under.note(call, self._network_ms(mode, under.plan))
         counts = mode != "train" and call.ended_s > self._ended_s
-        call_ms = (call.ended_s - max(call.launched_s, self._ended_s)) * 1e3 if counts else None
+        call_ms = (call.ended_s - max(call.launched_s, self._ended_s)) * 1e3
         self._ended_s = max(self._ended_s, call.ended_s)
         if not is_usual:
             in_use.leave_out(under.plan)
-            return None
-        if call_ms is not None:
+        elif counts:
             in_use.note(under.plan, call_ms)
-        return call_ms
+            return call_ms
+        return None
 
     def plans(self) -> dict[tuple[Mode, int], Plan]:
         """Return the latest plan of each kind of call and number of microbatches."""

@@ -41,8 +41,11 @@ class _Caller:
         self.told: list[tuple[str, type[Warning]]] = []
 
 
+_NOBODY = _Caller()
+
+
 class _Here(threading.local):
-    caller: _Caller | None = None
+    caller = _NOBODY
 
 
 _HERE = _Here()
@@ -55,7 +58,7 @@ def wait_until(over: Callable[[float], bool]) -> None:
     """
     caller = _HERE.caller
     while not over(_LOOK_S):
-        if caller is not None and caller.interrupt is not None:
+        if caller.interrupt is not None:
             raise caller.interrupt
 
 
@@ -129,7 +132,7 @@ def _carry_out(caller: _Caller, body: Callable[[], _Result]) -> _Result:
         with held_back(caller.told):
             return body()
     finally:
-        _HERE.caller = None
+        _HERE.caller = _NOBODY
 
 
 def _compute_with(num_threads: int) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from types import FrameType, TracebackType
+from traceback import walk_stack
+from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -165,12 +166,11 @@ class Runtime:
     def _is_inside(self) -> bool:
         """Whether this thread is in a call already: a handler of a signal runs within it."""
         # By its stack: what a call notes would stay if Ctrl-C came at its end.
-        frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-        while frame is not None:
-            if frame.f_code is Runtime.launch.__code__ and frame.f_locals.get("self") is self:
-                return True
-            frame = frame.f_back
-        return False
+        launch = Runtime.launch.__code__
+        return any(
+            frame.f_code is launch and frame.f_locals.get("self") is self
+            for frame, _ in walk_stack(inspect.currentframe())
+        )
 
     def _refuse_closed(self) -> None:
         if self.closed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from types import NoneType
 from typing import Any, Literal, get_args
 
 import rp_sched
@@ -94,18 +95,18 @@ class RoundPipeRunConfig:
 
 
 def _check_type(name: str, value: object, *wanted: type) -> None:
-    if value is not None and not isinstance(value, wanted):
+    if not isinstance(value, (*wanted, NoneType)):
         names = " or ".join(f"a {kind.__name__}" for kind in wanted)
         raise TypeError(f"{name} must be {names} or None, but is {value!r} instead")
 
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value is not None and value not in choices:
+    if value not in (None, *choices):
         raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, but is {value!r} instead")
 
 
 def _check_microbatches(count: object) -> None:
-    if count is None or count == "auto":
+    if count in (None, "auto"):
         return
     if not isinstance(count, int) or isinstance(count, bool):
         raise TypeError(f"num_microbatch must be an int, 'auto' or None, but is {count!r} instead")

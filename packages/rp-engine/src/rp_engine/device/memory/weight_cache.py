@@ -167,8 +167,10 @@ class DeviceWeightCache(NoWeightCache):
 
     def find(self, block: Block) -> Arriving | None:
         """Return a block that is there."""
-        cached = self._blocks.get(block)
-        return None if cached is None else (cached.memory, cached.arrived)
+        if block not in self._blocks:
+            return None
+        cached = self._blocks[block]
+        return cached.memory, cached.arrived
 
     def is_ready(self, block: Block, memory: torch.Tensor) -> bool:
         """Return whether it is there: the task that has brought it has waited."""

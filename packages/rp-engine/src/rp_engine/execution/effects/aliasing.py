@@ -15,6 +15,7 @@ from rp_engine.device.packet import Alias, is_dense
 Holder = Callable[[torch.Tensor], str | None]
 
 _numbers = itertools.count()
+_NONE: Mapping[int | None, Alias] = {}
 
 
 def memory_of(value: object) -> int | None:
@@ -36,14 +37,11 @@ class AliasTracker:
 
     def __init__(self, holder: Holder) -> None:
         self._holder = holder
-        self._arrived: dict[int, Alias] = {}
+        self._arrived: dict[int | None, Alias] = {}
 
     def arrive(self, leaves: Sequence[Any], aliases: Mapping[int, Alias]) -> None:
         """Take over the aliases of a packet's leaves, whose memory stays allocated until the next ones arrive."""
-        self._arrived = {}
-        for index, each in aliases.items():
-            if (place := memory_of(leaves[index])) is not None:
-                self._arrived[place] = each
+        self._arrived = {memory_of(leaves[index]): each for index, each in aliases.items()}
 
     def of(self, leaves: Sequence[Any]) -> dict[int, Alias]:
         """Return the aliases of those leaves that share memory with others, by position."""
@@ -51,12 +49,12 @@ class AliasTracker:
 
 
 def aliases_of(
-    leaves: Sequence[Any], holder: Holder, known: Mapping[int, Alias] | None = None
+    leaves: Sequence[Any], holder: Holder, known: Mapping[int | None, Alias] = _NONE
 ) -> dict[int, Alias]:
     """Return the aliases of those leaves that share memory with others, by position. `known`: by address."""
     places = list(map(memory_of, leaves))
     counts = Counter(places)
-    by_place: dict[int | None, Alias | None] = {None: None, **dict((known or {}).items())}
+    by_place: dict[int | None, Alias | None] = {**known, None: None}
     for leaf, place in zip(leaves, places, strict=True):
         if place not in by_place:
             held = holder(leaf)

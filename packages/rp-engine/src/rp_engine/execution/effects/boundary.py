@@ -76,9 +76,8 @@ class BoundaryChecks:
         if not written:
             return
         aliases = self._aliases.of(given.leaves)
-        for index in written:
-            if (own := aliases.get(index)) is None:
-                continue
+        for index in filter(aliases.__contains__, written):
+            own = aliases[index]
             others = [other for other in aliases if other != index and aliases[other] == own]
             if others or own.holder is not None:
                 paths = _paths(layer, given.arguments)

@@ -57,12 +57,16 @@ class SampledComparison:
         return self._copier.send(None, [numbers], [False], Origins())
 
 
-def refuse(call: Call, recomputed: Sequence[Recomputed]) -> ImpureLayer | None:
-    """The error of the first layer that recomputed something else; the packets' numbers are on the host."""
-    for each in sorted(recomputed, key=lambda one: (one.microbatch, one.layer)):
-        gap, size = map(float, each.packet.leaves[0])
-        # NaN is no difference: it was NaN before, or it would be one anyway.
-        if gap > each.least * size:
-            number = each.microbatch + call.first_microbatch
-            return ImpureLayer(_MESSAGE.format(call.where(each.layer), gap / size if size else gap, number))
-    return None
+def refusals(call: Call, recomputed: Sequence[Recomputed]) -> list[BaseException]:
+    """The errors of layers that recomputed something else, in order; the packets' numbers are on the host."""
+    in_order = sorted(recomputed, key=lambda one: (one.microbatch, one.layer))
+    return [error for each in in_order for error in _refusal(call, each)]
+
+
+def _refusal(call: Call, each: Recomputed) -> list[ImpureLayer]:
+    gap, size = map(float, each.packet.leaves[0])
+    # NaN is no difference: it was NaN before, or it would be one anyway.
+    if not gap > each.least * size:
+        return []
+    number = each.microbatch + call.first_microbatch
+    return [ImpureLayer(_MESSAGE.format(call.where(each.layer), gap / size if size else gap, number))]
