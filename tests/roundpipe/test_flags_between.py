@@ -275,6 +275,26 @@ def test_a_backward_goes_by_the_attributes_of_its_forward(runtime: Runtime, plan
     assert_near(gradients(layers), gradients(truth), 1e-5)
 
 
+def test_adapters_that_are_merged_between_calls_act_once(two: Runtime) -> None:
+    peft = adapted()
+    plain = copy.deepcopy(peft)
+    model = wrapped(peft, two, as_row=True)
+    layer = peft.get_submodule("base_model.model.model.layers.0.mlp.down_proj")
+    changes = (model.merge_adapter, model.unmerge_adapter, lambda: layer.scaling.update(default=0.0))
+
+    found = [model(input_ids=ids()).logits.detach()]
+    for change in changes:
+        change()
+        # Each device has twins of its own, which earlier calls have built or not.
+        found += [model(input_ids=ids(seed)).logits.detach() for seed in (0, 0)]
+
+    for logits in found[:-2]:
+        torch.testing.assert_close(logits, plain(input_ids=ids()).logits, rtol=1e-4, atol=1e-5)
+    plain.get_submodule("base_model.model.model.layers.0.mlp.down_proj").scaling["default"] = 0.0
+    for logits in found[-2:]:
+        torch.testing.assert_close(logits, plain(input_ids=ids()).logits, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.usefixtures("samples_first")
 def test_a_pass_without_gradients_moves_no_weights(two: Runtime) -> None:
     layers = mlp()

@@ -63,14 +63,14 @@ def wrapped(llama: LlamaForCausalLM, runtime: Runtime) -> RoundPipe:
     return model
 
 
-def generated(model: Any, prompts: torch.Tensor = PROMPTS, **options: Any) -> Any:
+def generated(model: Any, prompts: torch.Tensor = PROMPTS, *given: Any, **options: Any) -> Any:
     torch.manual_seed(1)
     if not isinstance(model, RoundPipe):
         # What is given is where the weights are.
         prompts = prompts.to(model.device)
         options |= {name: value.to(model.device) for name, value in options.items() if torch.is_tensor(value)}
     mask = (prompts != 0).long()
-    return model.generate(prompts, attention_mask=mask, max_new_tokens=6, min_new_tokens=6, **options)
+    return model.generate(prompts, *given, attention_mask=mask, max_new_tokens=6, min_new_tokens=6, **options)
 
 
 def on_the_device(llama: LlamaForCausalLM, wrapped: RoundPipe) -> LlamaForCausalLM:
@@ -170,6 +170,13 @@ def test_guidance_beside_a_cache_of_another_kind_is_refused(wrapped: RoundPipe) 
         ValueError, match=r"guidance_scale calls forward without the prompt, too, .* is a StaticCache"
     ):
         generated(wrapped, guidance_scale=2.0, cache_implementation="static")
+
+
+def test_drafts_by_the_first_layers_are_refused_before_the_config_has_fewer(wrapped: RoundPipe) -> None:
+    with pytest.raises(ValueError, match="assistant_early_exit drafts with the model's first layers alone"):
+        generated(wrapped, PROMPTS[:1], assistant_early_exit=1)
+
+    assert wrapped.config.num_hidden_layers == 3
 
 
 def test_a_step_while_text_is_generated_is_refused(wrapped: RoundPipe) -> None:
@@ -291,15 +298,18 @@ def test_what_was_read_before_is_divided(llama: LlamaForCausalLM, wrapped: Round
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("told", ["by the call", "by a config", "by the model"])
+@pytest.mark.parametrize("told", ["by the call", "by a config", "by a config in its place", "by the model"])
 def test_beams_of_a_sample_stay_together(told: str, llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
     settings = GenerationConfig(num_beams=3, pad_token_id=0)
     options = {"by the call": {"num_beams": 3}, "by a config": {"generation_config": settings}}.get(told, {})
     if told == "by the model":
         wrapped.generation_config.num_beams = 3
+    given = (settings,) if told == "by a config in its place" else ()
     expected = tokens_of_itself(llama, wrapped, num_beams=3)
+    # All beams of a prompt are read.
+    wrapped.train()
 
-    found = generated(wrapped, **options, roundpipe_run_config=in_microbatches(2))
+    found = generated(wrapped, PROMPTS, *given, **options, roundpipe_run_config=in_microbatches(2))
 
     assert torch.equal(found, expected)
 

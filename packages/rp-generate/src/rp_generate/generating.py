@@ -35,14 +35,17 @@ def generated(
 
     Images go to forward as pixels, with the samples whose placeholders they fill.
 
-    Raises what the row raises for images; `ValueError` for a model that makes a cache in forward, and for a PEFT
-    model that learns prompts, whose `generate` does more than its inner model's.
+    Raises what the row raises for images; `ValueError` for a model that makes a cache in forward, for
+    ``assistant_early_exit``, and for a PEFT model that learns prompts, whose `generate` does more than its inner
+    model's.
     """
     moved = rp_batch.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, kwargs)
     given = rp_batch.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, args)
     inner = _inner(model)
-    divided = dividing(_setting(inner, kwargs, "num_beams", 1))
-    is_guided = _setting(inner, kwargs, "guidance_scale", 1) != 1
+    named = _by_name(inner, args) | kwargs
+    _refuse_early_exit(inner, named)
+    divided = dividing(_setting(inner, named, "num_beams", 1))
+    is_guided = _setting(inner, named, "guidance_scale", 1) != 1
     own = _Forward(forward, inner, row, divided, make_room, is_guided=is_guided)
     # A cache of the caller's keeps all samples.
     is_given = any(kwargs.get(name) is not None for name in row.cache_arguments)
@@ -160,6 +163,20 @@ def _setting(model: Any, kwargs: Mapping[str, Any], name: str, default: float) -
         _settings(getattr(model, "generation_config", None)),
     )
     return next((config[name] for config in given if config.get(name) is not None), default)
+
+
+def _by_name(model: Any, args: tuple[Any, ...]) -> dict[str, Any]:
+    """The arguments of `generate` that are given by their place, such as its config."""
+    return dict(zip(inspect.signature(model.generate).parameters, args, strict=False))
+
+
+def _refuse_early_exit(model: Any, kwargs: Mapping[str, Any]) -> None:
+    # It writes another number of layers into the model's config for each draft; an error meanwhile would leave it.
+    if _setting(model, kwargs, "assistant_early_exit", 0):
+        raise ValueError(
+            "assistant_early_exit drafts with the model's first layers alone, but a row of layers runs all; leave "
+            "it out, or give an assistant_model or prompt_lookup_num_tokens"
+        )
 
 
 def _settings(config: Any) -> Mapping[str, Any]:

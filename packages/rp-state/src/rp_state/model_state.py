@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 import zlib
 from collections import deque
@@ -301,10 +302,7 @@ class ModelState:
         same = (
             flags == self._grad_flags
             and len(current) == len(self.attributes)
-            and all(
-                name == old_name and value is old
-                for (name, value), (old_name, old) in zip(current, self.attributes, strict=True)
-            )
+            and all(map(operator.is_, current, self.attributes))
         )
         if not same:
             self.attributes = current

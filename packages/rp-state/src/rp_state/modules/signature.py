@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 from rp_transfer import inner_tensors
@@ -60,10 +61,24 @@ def _place(tensor: torch.Tensor, places: Mapping[int, int]) -> int:
 _OWN = frozenset(vars(torch.nn.Module()))
 
 
-def attributes(walked: Walk) -> list[tuple[str, object]]:
-    """List names and values of all modules' plain attributes, as a dropout's ``p`` or a patched ``forward``."""
-    every = (module for modules in walked for module in modules)
-    return [(name, value) for module in every for name, value in vars(module).items() if name not in _OWN]
+def attributes(walked: Walk) -> list[object]:
+    """List names and values of all modules' plain attributes, as a dropout's ``p`` or a patched ``forward``.
+
+    What containers hold comes after them: PEFT writes the adapters that are merged, and their scaling, in place.
+    """
+    found: list[object] = []
+    for module in (module for modules in walked for module in modules):
+        for name, value in vars(module).items():
+            if name not in _OWN:
+                found += (name, value, *_content(value))
+    return found
+
+
+def _content(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        entries = cast("dict[object, object]", value)
+        return (*entries.keys(), *entries.values())
+    return cast("Iterable[object]", value) if isinstance(value, list | set) else ()
 
 
 def training_flags(walked: Walk) -> tuple[tuple[bool, ...], ...]:
