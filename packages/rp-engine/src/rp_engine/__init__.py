@@ -11,8 +11,8 @@ from rp_telemetry.call_time import CallTime
 from rp_telemetry.profiling import profile
 
 from rp_engine.engine.engine import Engine
+from rp_engine.engine.host.resident import Resident
 from rp_engine.engine.memory.report import MemoryReport
-from rp_engine.engine.resident import Resident
 from rp_engine.engine.step_during import StepDuring
 from rp_engine.engine.whole_model import WholeModel
 from rp_engine.execution.call import LossFn

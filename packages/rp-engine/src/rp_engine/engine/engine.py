@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,17 +20,17 @@ from rp_engine.device.packet import Packet
 from rp_engine.device.whole_process.forward_mode import take_turns_in_levels
 from rp_engine.engine.beside.calls_aside import CallsAside
 from rp_engine.engine.runs import Runs, warn_of_shortages
+from rp_engine.engine.shared_results import SharedResults, refuse_divided, refuse_in_parts
 from rp_engine.engine.step_during import NO_STEP, NoStep
-from rp_engine.errors import RoundPipeError, in_words
+from rp_engine.errors import RoundPipeError
 from rp_engine.execution.autograd import Gradients, connect
 from rp_engine.execution.batch import Batch
 from rp_engine.execution.call import LossFn, Streams
-from rp_engine.execution.losses import Losses, sum_losses
+from rp_engine.execution.losses import Losses
 from rp_engine.execution.packed_data import Arrivals, RoundPipePackedData
 from rp_engine.execution.run import Run
 from rp_engine.peers.alone import ALONE
 from rp_engine.peers.call import CallShare, Numbers
-from rp_engine.peers.peers import Peers
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.settings.run_config import RoundPipeRunConfig
 
@@ -156,7 +156,7 @@ class Engine:
         # Without a backward to come, a forward is each machine's own.
         peers = self._runtime.peers if wants_grad and (batch.inputs or self.host.has_trained()) else ALONE
         with peers.telling_early(self._forward_call, self._runtime.launch, _always):
-            _refuse_in_parts(config, peers)
+            refuse_in_parts(config, peers)
             shared = peers.share(self._forward_call, batch)
             own = shared.own_batch(batch)
         launch = partial(self._forward, own, config, wants_grad=wants_grad, shared=shared)
@@ -192,24 +192,8 @@ class Engine:
                 outputs = run.outputs(wait=config.merge_output is not False)
                 self._runs.settle_draws(run, numbers)
                 warn_of_shortages(run)
-            with _aborting(run):
-                outputs = self._outputs_of_all(run, shared, outputs)
+            outputs = SharedResults(run, shared, self.host).outputs(outputs)
             return run, outputs, self.host.state.version, shared.begin()
-
-    def _outputs_of_all(self, run: Run, shared: CallShare, outputs: Sequence[Packet]) -> list[Packet]:
-        like = outputs[0]
-        rows = shared.rows_of_all(
-            [[*packet.leaves, *packet.grads] for packet in outputs],
-            lambda: {**self._facts(run), "tree of the outputs": str(like.treedef)},
-        )
-        count, own = len(like.leaves), shared.own_outputs(outputs)
-        return [
-            own.get(microbatch) or Packet(like.treedef, tuple(row[:count]), tuple(row[count:]))
-            for microbatch, row in enumerate(rows)
-        ]
-
-    def _facts(self, run: Run) -> dict[str, Any]:
-        return {**self.host.shared.now(), "random seed": run.seed}
 
     def _backward(
         self,
@@ -238,7 +222,7 @@ class Engine:
                 run.finish()
                 warn_of_shortages(run)
                 returned = batch.grads(packets) if batch.inputs else []
-            return self._grads_with_others(run, shared, norm, returned)
+            return SharedResults(run, shared, self.host).input_grads(returned, norm)
 
     def _refuse_consumed(self) -> None:
         if self.host.state.options.steps_in_backward and self.host.has_trained():
@@ -247,15 +231,6 @@ class Engine:
                 "inside forward_backward(optimizer=...), and backward() of a forward has no step for them; call "
                 "that, or wrap the model without step_in_backward"
             )
-
-    def _grads_with_others(
-        self, run: Run, shared: CallShare, norm: float, grads: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        try:
-            return shared.input_grads_of_all(grads, norm, self.host.shared.now)
-        except BaseException as error:
-            self.host.state.health.note_incomplete(run.number, in_words(error))
-            raise
 
     def forward_backward(
         self,
@@ -301,7 +276,7 @@ class Engine:
         with in_call("forward_backward", self._name):
             with shared.telling():
                 numbers = shared.numbers(_always)
-                _refuse_divided(batch, shared, keep=keep)
+                refuse_divided(batch, shared, keep=keep)
                 step.prepare()
                 run = self._start_training(batch, config, loss_fn, keep=keep, numbers=numbers, step=step)
                 try:
@@ -312,13 +287,7 @@ class Engine:
                     step.explain(error, is_over=run.aborted)
                     raise
                 warn_of_shortages(run)
-            return self._losses_of_all(run, shared, losses), outputs, grads
-
-    def _losses_of_all(self, run: Run, shared: CallShare, losses: Sequence[Packet]) -> Callable[[], Losses]:
-        """Return what sums the losses of all microbatches, on the caller's thread."""
-        with _aborting(run):
-            rows = shared.losses_of_all([packet.leaves for packet in losses], partial(self._facts, run))
-        return lambda: sum_losses(rows, losses[0].treedef)
+            return SharedResults(run, shared, self.host).losses(losses), outputs, grads
 
     def _start_training(
         self,
@@ -366,13 +335,13 @@ class Engine:
         with in_call("loss", self._name):
             with shared.telling():
                 numbers = shared.numbers(self.host.draws_seed)
-                _refuse_divided(batch, shared, keep=keep)
+                refuse_divided(batch, shared, keep=keep)
                 self.host.get_ready(training=False, regroups=False)
                 run = self._runs.start("infer", batch, config, loss_fn, keep=keep, numbers=numbers)
                 losses, outputs = run.losses(), run.outputs(wait=config.merge_output is not False)
                 self._runs.settle_draws(run, numbers)
                 warn_of_shortages(run)
-            return self._losses_of_all(run, shared, losses), outputs
+            return SharedResults(run, shared, self.host).losses(losses), outputs
 
     def _returned(
         self, trees: list[Any], outputs: Sequence[Packet], batch: Batch, config: RoundPipeRunConfig
@@ -389,35 +358,3 @@ def _always() -> bool:
 
 def _requires_grad(arguments: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in rp_batch.flatten(arguments)[0])
-
-
-@contextmanager
-def _aborting(run: Run) -> Generator[None]:
-    """Abort the run if what machines do together with its results fails."""
-    try:
-        yield
-    except BaseException as error:
-        run.abort(error, "together with other machines")
-        run.finish()
-        raise
-
-
-def _refuse_in_parts(config: RoundPipeRunConfig, peers: Peers) -> None:
-    if config.merge_output is False:
-        peers.refuse(
-            "merge_output=False leaves outputs in microbatches, of which each machine has its own; leave it out, "
-            "or train on one machine"
-        )
-
-
-def _refuse_divided(batch: Batch, shared: CallShare, *, keep: bool) -> None:
-    if keep:
-        shared.refuse(
-            "return_outputs=True needs the outputs of the whole batch, but each machine has those of its own "
-            "microbatches; compute what you need of them in loss_fn, which may return several losses"
-        )
-    if batch.inputs:
-        shared.refuse(
-            "an input requires grad, but each machine has the gradients of its own microbatches; detach it, or "
-            "make what computes it the model's first layer"
-        )

@@ -9,7 +9,7 @@ import torch
 from rp_state.master import set_values
 from rp_state.model_state import ModelState
 
-from rp_engine.engine.host_parameters import HostParameters
+from rp_engine.engine.host.parameters import HostParameters
 from rp_engine.engine.memory.memory_check import HostMemoryCheck
 from rp_engine.engine.memory.second_blocks import decide, want_for_restoring
 from rp_engine.engine.model_read import ModelTensor, held_by

@@ -21,7 +21,7 @@ from rp_engine.device.memory.fp8_twins import Fp8Products
 from rp_engine.device.memory.graph_store import GraphMemory
 from rp_engine.device.packet import Packet
 from rp_engine.device.replica import Twins
-from rp_engine.engine.host_parameters import HostParameters, Observer
+from rp_engine.engine.host.parameters import HostParameters, Observer
 from rp_engine.engine.memory.activation_memory import ActivationMemory
 from rp_engine.engine.step_during import NO_STEP, NoStep
 from rp_engine.engine.under_way import Launched

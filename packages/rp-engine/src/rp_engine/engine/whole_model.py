@@ -19,7 +19,7 @@ from rp_transfer import Ticket
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from rp_engine.engine.host_parameters import HostParameters
+from rp_engine.engine.host.parameters import HostParameters
 from rp_engine.engine.memory.forecast import MemoryForecast
 from rp_engine.engine.memory.memory_check import HostMemoryCheck
 from rp_engine.engine.memory.report import MemoryReport, memory_report

@@ -22,7 +22,7 @@ from rp_engine.optimizer.publication import Publication
 from rp_engine.runtime.late_errors import UnreportedError
 from rp_engine.runtime.launcher import wait_until
 from rp_engine.runtime.runtime import Runtime
-from rp_engine.runtime.tickets import Take, taking_tickets
+from rp_engine.runtime.tickets import Take, own_turn, taking_tickets
 
 
 class StepQueue:
@@ -119,6 +119,13 @@ class StepQueue:
     def writes(self) -> bool:
         """Return whether a queued job that has not ended may write weights."""
         return any(not outcome.done() and outcome not in self._reading for outcome, _ in self._pending)
+
+    def drain(self) -> None:
+        """Wait for all steps, and for all tasks launched before that use the model's blocks."""
+        self.wait()
+        for line in self._state.lines():
+            with own_turn(line, write=True):
+                pass
 
     def wait(self) -> None:
         """Block until all queued jobs have ended; then `errors` returns what they raised."""

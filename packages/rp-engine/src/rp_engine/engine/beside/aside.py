@@ -11,7 +11,7 @@ from rp_recompute.generators import setting_back
 from rp_state.block import Block
 from rp_state.model_state import ModelState
 
-from rp_engine.engine.host_parameters import HostParameters
+from rp_engine.engine.host.parameters import HostParameters
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.runtime.tickets import own_turn
 

@@ -12,7 +12,7 @@ from rp_state.block import Block
 from rp_state.options import HostOptions
 from torch import nn
 
-from rp_engine.engine.host_parameters import HostParameters
+from rp_engine.engine.host.parameters import HostParameters
 from rp_engine.optimizer.model_step import ModelStep
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.runtime.tickets import Take, own_turn

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
-from weakref import WeakSet
 
 import torch
 from rp_optim.jobs import Outcome
@@ -18,26 +16,17 @@ from rp_telemetry.tracing import Tracer
 from rp_transfer import Ticket
 from torch import nn
 
-from rp_engine.engine.host_codes import HostCodes
-from rp_engine.engine.host_gradients import HostGradients
+from rp_engine.engine.host.changes import Forward, OutsideChanges
+from rp_engine.engine.host.codes import HostCodes
+from rp_engine.engine.host.gradients import HostGradients
 from rp_engine.engine.memory.memory_check import HostMemoryCheck
 from rp_engine.engine.model_read import ModelRead
 from rp_engine.engine.under_way import Launched, UnderWay
 from rp_engine.errors import AloneOnly, add_note, in_words
 from rp_engine.optimizer.model_step import ModelStep
 from rp_engine.optimizer.step_queue import StepQueue
-from rp_engine.optimizer.written_weights import tell_written
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.runtime.tickets import Take, own_turn
-
-
-class Forward(Protocol):
-    """A forward whose backward may still come."""
-
-    @property
-    def awaits_backward(self) -> bool:
-        """Whether a backward pass through it is still possible."""
-        ...
 
 
 class Observer:
@@ -79,8 +68,8 @@ class HostParameters:
         self._modules = modules
         self._observer = observer
         runtime.refuse_forked()
-        self._claim = Claim(name)
-        self._claim.take(modules())
+        claim = Claim(name)
+        claim.take(modules())
         self.memory_check = HostMemoryCheck(name, runtime)
         _refuse_consuming(runtime, options)
         self.state, self.shared = runtime.peers.wrap(
@@ -91,7 +80,17 @@ class HostParameters:
         self.gradients = HostGradients(name, self.state, runtime, self.shared)
         self._step_queue = StepQueue(name, self.state, runtime)
         self._under_way = UnderWay(observer.note_over)
-        self._forwards: WeakSet[Forward] = WeakSet()
+        self._outside = OutsideChanges(
+            name,
+            modules,
+            claim,
+            runtime.peers,
+            self.state,
+            self.shared,
+            self._step_queue,
+            self.memory_check,
+            self._note_rebuilt,
+        )
 
     def _build(self, modules: Sequence[nn.Module], options: HostOptions) -> ModelState:
         check_wrapping = partial(
@@ -112,7 +111,7 @@ class HostParameters:
     def masters(self) -> Mapping[torch.Tensor, nn.Parameter]:
         """Return the master weight of each trainable parameter."""
         # A step function sees the parameters that existed at its launch.
-        if not self._runtime.optimizer.is_current() and (self._has_changed() or self._is_regrouping_due()):
+        if not self._runtime.optimizer.is_current() and self._outside.are_there():
             self._runtime.launch(partial(self.get_ready, training=False))
         self.state.make_masters()
         return self.state.masters
@@ -170,10 +169,7 @@ class HostParameters:
 
     def drain(self) -> None:
         """Wait for all steps and tasks launched before."""
-        self._step_queue.wait()
-        for line in self.state.lines():
-            with own_turn(line, write=True):
-                pass
+        self._step_queue.drain()
 
     def publish(self) -> None:
         """Publish the last step's result, if calls do not read it yet, and wait until it is published."""
@@ -264,7 +260,7 @@ class HostParameters:
         if not self.state.health.has_whole_step:
             # Calls read the weights of the step before, which are whole.
             return {}
-        if self._has_changed() or self._is_regrouping_due():
+        if self._outside.are_there():
             raise AloneOnly(
                 f"tensors of model {self.name!r} were added, replaced or frozen while a step's result is not "
                 "published yet, which all machines do together: call synchronize() on all of them first"
@@ -325,96 +321,21 @@ class HostParameters:
         """Raise `Stale` if the weights are no longer those of `version`."""
         self.state.refuse_stale(version)
 
+    def refresh(self, *, regroups: bool = True, samples: bool = False) -> None:
+        """Take over changes of modules and weights made outside the engine, see `OutsideChanges.take_over`."""
+        self._outside.take_over(regroups=regroups, samples=samples)
+
     def expect_backward(self, forward: Forward) -> None:
         """Keep the blocks that this forward's backward trains, for as long as it may come."""
-        self._forwards.add(forward)
-
-    def refresh(self, *, regroups: bool = True, samples: bool = False) -> None:
-        """Take over changes of modules and weights made outside the engine.
-
-        `samples`: also writes that version counters do not show, as far as a few numbers of each weight do.
-
-        `regroups`: also move parameters that were frozen or unfrozen to blocks of their kind. A call that trains
-        needs that. One without gradients does not, and a backward uses its forward's flags: so code that freezes
-        adapters for a reference pass moves nothing.
-        """
-        samples = samples and (self.state.has_backs() or self._is_still())
-        written = self.state.written_outside(samples=samples)
-        changed = self._has_changed()
-        if changed:
-            self.drain()
-            written += self.state.moved_outside()
-        if written:
-            self._step_queue.wait()
-            # Settling would forget what others were written past their version counters.
-            written += self.state.written_outside(samples=True)
-            tell_written(self.name, self.state, written)
-            self.set_masters(written)
-            self.state.settle_written()
-            self.shared.note_written(written)
-        if changed:
-            self._rebuild()
-            self.state.note_changed("modules, parameters or buffers were added, replaced, removed or moved")
-        elif written:
-            # An earlier forward read other weights than its backward would.
-            self.state.note_changed("weights were written or loaded by code outside of the engine")
-        if regroups and not changed:
-            self._regroup()
-
-    def _is_still(self) -> bool:
-        """Return whether no step writes where calls read, without second blocks; machines may not know alike."""
-        return self._runtime.peers.is_alone and not self._step_queue.writes()
-
-    def _is_regrouping_due(self) -> bool:
-        return bool(self.state.frozen() or self.state.unfrozen())
-
-    def _regroup(self) -> None:
-        """Move parameters that were frozen or unfrozen to blocks of their kind.
-
-        While frozen ones may still get gradients, or have some that no step has read, all blocks stay but those of
-        which a parameter was unfrozen. So no step's result must be published for that, and earlier forwards can
-        still go backward.
-        """
-        if not self._is_regrouping_due():
-            return
-        self.drain()
-        unfrozen = self.state.unfrozen()
-        if not self._keeps_frozen():
-            self._rebuild()
-            self.state.note_changed("requires_grad of parameters was changed, for which blocks were rebuilt,")
-        elif unfrozen:
-            self._rebuild([block for block in self.state.blocks if block not in unfrozen])
-
-    def _keeps_frozen(self) -> bool:
-        """Whether parameters that were frozen stay in trainable blocks; the same on all machines."""
-        if not self._runtime.peers.is_alone or self.state.options.steps_in_backward:
-            return False
-        if any(forward.awaits_backward for forward in self._forwards):
-            return True
-        return any(i in block.gradient.written for block, i in self.state.frozen())
-
-    def _rebuild(self, kept: Sequence[Block] = ()) -> None:
-        """Rebuild all blocks but those `kept` over the layers' current tensors; nobody may use the old ones."""
-        # A parameter that is no longer trained would never receive the last step's result.
-        if self.state.unpublished:
-            self.shared.same(f"rebuilding model {self.name!r}, whose tensors changed")
-        if not kept:
-            self._step_queue.publish()
-        self._step_queue.wait()
-        self._claim.take(self.state.modules)
-        self.state.rebuild(lambda groups, _: self.memory_check.check_rebuilding(self.state, groups), kept)
-        self.gradients.keep_additions(kept)
-        self._observer.note_rebuilt()
-
-    def _has_changed(self) -> bool:
-        self.state.modules = tuple(self._modules())
-        return self.state.changed()
+        self._outside.expect_backward(forward)
 
     def set_masters(self, tensors: Sequence[torch.Tensor]) -> None:
         """Set the masters of these parameters from their weights."""
-        for tensor in tensors:
-            self.state.set_master(tensor)
-        self._step_queue.results.take_over(tensors)
+        self._outside.set_masters(tensors)
+
+    def _note_rebuilt(self, kept: Sequence[Block]) -> None:
+        self.gradients.keep_additions(kept)
+        self._observer.note_rebuilt()
 
     def _settle(self) -> None:
         self.drain()

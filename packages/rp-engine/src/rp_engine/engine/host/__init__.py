@@ -1,0 +1,1 @@
+"""One model's weights, gradients and masters on the host, between calls and steps."""
