@@ -144,6 +144,10 @@ def test_nothing_is_chosen_before_times_and_memory_are_known() -> None:
     assert asking.by_graphs()
 
 
+def none_missing(_: frozenset[int]) -> int:
+    return 0
+
+
 def compared(*calls_ms: float) -> Asking:
     """A kind of call that graphs launch, since launching bounds it, after calls of these times by Python."""
     asking = Asking(timer(5.0, 5.0), is_timed=True)
@@ -269,17 +273,17 @@ def test_graphs_stay_while_launching_is_somewhat_less_than_a_bound() -> None:
 
 
 def test_memory_of_graphs_is_counted_until_no_calls_have_any() -> None:
-    launching = Launching(lambda _: ALL, lambda *_: 0, may_choose=True)
-    launching.choose("graphs", "fused", 8, 2, fused(8), timer(5.0, 5.0))
+    launching = Launching(lambda _: ALL, may_choose=True)
+    launching.choose("graphs", "fused", 8, fused(8), none_missing, timer(5.0, 5.0))
     kept = launching.graphed
     assert kept
     # Neither an evaluation nor calls that are to have none free what others have.
-    launching.choose("auto", "infer", 8, 2, fused(8), ModelTimer("calls", 4))
-    launching.choose("eager", "fused", 8, 2, fused(8), timer(5.0, 5.0))
+    launching.choose("auto", "infer", 8, fused(8), none_missing, ModelTimer("calls", 4))
+    launching.choose("eager", "fused", 8, fused(8), none_missing, timer(5.0, 5.0))
     assert launching.graphed == kept
     assert not launching.frees_graphs
     launching._choices["fused", 8].refuse("they gain nothing")
-    launching.choose("auto", "infer", 8, 2, fused(8), ModelTimer("calls", 4))
+    launching.choose("auto", "infer", 8, fused(8), none_missing, ModelTimer("calls", 4))
     assert not launching.graphed
     assert launching.frees_graphs
 
@@ -307,7 +311,7 @@ def test_plans_of_all_calls_leave_what_graphs_of_some_keep() -> None:
 def bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU devices choose, as if launching bound them."""
     monkeypatch.setattr("rp_telemetry.layer_times._DRIFT", float("inf"))
-    choosing = lambda *asks, may_choose: Launching(*asks, may_choose=not may_choose)  # noqa: E731
+    choosing = lambda asks, may_choose: Launching(asks, may_choose=not may_choose)  # noqa: E731
     monkeypatch.setattr(planner, "Launching", choosing)
     # On a busy machine plans change often.
     monkeypatch.setattr(choices, "_PLANS", 0)
@@ -408,7 +412,7 @@ class Simulated:
         self.layers = range(len(model.model))
         self.planner = planner = model.engine.planner
         planner._on_host = planner.pricing._on_host = False
-        planner.launching = Launching(lambda _: frozenset(self.layers), planner._missing_bytes, may_choose=True)
+        planner.launching = Launching(lambda _: frozenset(self.layers), may_choose=True)
         planner.log._launch_of = planner.launching.decision
         self.size = CallSize.of([[torch.zeros(1, 4)]] * self.microbatches)
         self._runtime, self._now, self._graph_calls = runtime, 0.0, 0
@@ -493,3 +497,24 @@ def test_a_plan_promises_what_calls_take_when_graphs_launch_them(caplog: pytest.
     # The next process begins without graphs, for which another plan may be best.
     assert not kept.plans
     assert len(caplog.messages) == 1
+
+
+def test_graphs_are_tried_if_any_plan_has_room_for_them() -> None:
+    size = CallSize.of([[torch.zeros(1, 4)]] * 8)
+    with Runtime("cpu:1", device_memory_bytes=10**9) as runtime:
+        planner = RoundPipe(mlp(), runtime=runtime).engine.planner
+        whole, layers = [Task("FB", range(5), range(8), 0)], frozenset(range(2))
+        planner.footprint.most_rows, planner.footprint.knows_peak = 8, True
+
+        def missing(room: int, *, is_planned: bool = True) -> int:
+            planner.pricing._device_bytes = lambda: room  # type: ignore[method-assign]
+            found = planner._missing_bytes("fused", size, whole, layers, is_planned=is_planned)
+            assert found is not None
+            return found
+
+        foreseen = planner._foreseen_bytes(1, whole, layers)
+        assert missing(2 * foreseen) == 0
+        assert missing(foreseen // 2) == 0
+        # A user's plan stays, and in too little no layer fits with what its graphs take.
+        assert missing(foreseen // 2, is_planned=False) > foreseen // 2
+        assert missing(foreseen // 10) > foreseen // 2

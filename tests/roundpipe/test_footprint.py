@@ -315,6 +315,19 @@ def test_the_whole_model_is_fused_where_there_is_room_and_as_much_as_fits_elsewh
     assert tight.start < tighter.start
 
 
+@pytest.mark.parametrize("room", [480 * KB, 1200 * KB])
+def test_what_graphs_take_of_a_device_changes_the_plan_only_if_it_does_not_fit(room: int) -> None:
+    plan = plan_for(room, 0)
+    before = plan.priced_plan().plan
+    assert before.fused == range(12)
+    costs = [LayerCost(1.0, weight_bytes=10 * KB, replay_launch_ms=0.02)] * 12
+    plan.reprice(costs, Limits(device_memory_bytes=room))
+
+    after = plan.priced_plan().plan
+    assert (after == before) is (room == 1200 * KB)
+    assert after == before or (after.fused or range(0)).start > 0
+
+
 def test_python_hands_its_lock_on_quickly_while_a_runtime_is_open() -> None:
     before = sys.getswitchinterval()
     with Runtime("cpu:1"):

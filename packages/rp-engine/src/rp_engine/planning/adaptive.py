@@ -6,7 +6,18 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from rp_sched import LayerCost, Limits, Mode, Plan, PricedPlan, Replanner, Resource, Search, memory_splits
+from rp_sched import (
+    Infeasible,
+    LayerCost,
+    Limits,
+    Mode,
+    Plan,
+    PricedPlan,
+    Replanner,
+    Resource,
+    Search,
+    memory_splits,
+)
 from rp_telemetry.layer_times import ModelTimer
 
 from rp_engine.planning.plan_cache import NO_PLAN_CACHE, CachedPlan, NoPlanCache
@@ -68,14 +79,14 @@ class PlanInUse:
         """Return the costs, the limits and the plan to begin with."""
         layers, limits = self._problem
         # The search's first plan: a longer search is not worth its time while costs are only guessed.
-        plans = [(choice, self._searched(choice)) for choice in memory_splits(layers, limits)]
+        plans = [(choice, self._searched(layers, choice)) for choice in memory_splits(layers, limits)]
         return layers, *min(plans, key=lambda pair: pair[1].alone_ms(self._devices))
 
-    def _searched(self, limits: Limits) -> PricedPlan:
+    def _searched(self, layers: Sequence[LayerCost], limits: Limits) -> PricedPlan:
         # Calls of other sizes may have been measured.
         is_measured = self._timer.estimator.samples >= _SAMPLES
         return Search(
-            self._timer.costs(self._problem[0]) if is_measured else self._problem[0],
+            self._timer.costs(layers) if is_measured else layers,
             devices=self._devices,
             microbatches=self._microbatches,
             mode=self._mode,
@@ -118,11 +129,7 @@ class PlanInUse:
         fitting = (
             priced
             for choice in memory_splits(layers, limits)
-            if (
-                priced := PricedPlan(
-                    stored.plan, layers, mode=self._mode, microbatches=self._microbatches, limits=choice
-                )
-            ).fits
+            if (priced := self._with(stored.plan, layers, choice)).fits
         )
         for priced in fitting:
             self._stored = None
@@ -130,6 +137,9 @@ class PlanInUse:
             self._replanner.start_with(priced, slower=stored.slower)
             return True
         return False
+
+    def _with(self, plan: Plan, layers: Sequence[LayerCost], limits: Limits) -> PricedPlan:
+        return PricedPlan(plan, layers, mode=self._mode, microbatches=self._microbatches, limits=limits)
 
     def _keep(self, priced: PricedPlan) -> None:
         """Tell why devices are idle, and keep the plan for the next process, once it is settled."""
@@ -185,10 +195,19 @@ class PlanInUse:
 
     def reprice(self, guesses: Sequence[LayerCost], limits: Limits) -> None:
         """Take what calls cost that are launched otherwise from now on, and begin anew with the plan in use."""
-        self._problem = tuple(guesses), limits
-        self._layers, self._limits, _ = self._first()
+        self._problem, before = (tuple(guesses), limits), self._replanner.in_use.plan
+        self._layers, self._limits, first = self._first()
         self._stored, self._is_outdated = None, False
-        self._replanner.restart()
+        fits = any(self._with(before, guesses, choice).fits for choice in memory_splits(guesses, limits))
+        self._replanner.restart(None if fits else first)
+        self._tell(self._replanner.in_use.plan, before, "memory")
+
+    def would_fit(self, guesses: Sequence[LayerCost], limits: Limits) -> bool:
+        """Return whether a plan is known that fits with these costs, those in use being others."""
+        try:
+            return any(self._searched(guesses, choice).fits for choice in memory_splits(guesses, limits))
+        except Infeasible:
+            return False
 
     def _tell(self, plan: Plan, before: Plan, why: str) -> None:
         if plan == before:

@@ -85,7 +85,7 @@ class Planner:
         # How calls are launched: by Python, or by graphs.
         # Not on CPU devices: launching is computing there, and what they record serves tests.
         may_choose = self._runtime.backend.abilities.captures_graphs and not self._on_host
-        self.launching = Launching(self._graphable, self._missing_bytes, may_choose=may_choose)
+        self.launching = Launching(self._graphable, may_choose=may_choose)
         self._homes: tuple[tuple[int, ...], ...] = ()
         # Each with the footprint's version and number of shortages at its last update, and with the layers of its
         # graphs and of all. It is updated when the version has changed, and told whether memory has run out since.
@@ -196,21 +196,30 @@ class Planner:
         lowest = 0 if input_grads else self._state.first_trainable()
         kept = tuple(_from(lowest, task) for task in tasks if not task.recomputes or task.layers.stop > lowest)
         timer, may_replay = self._timer(mode, size.microbatches), config.recompute_grain != "layer"
-        self.launching.choose(
-            config.launch or "auto", mode, size.microbatches, size.rows, kept, timer, may_replay=may_replay
-        )
+        missing = partial(self._missing_bytes, mode, size, kept, is_planned=config.is_planned)
+        launch = config.launch or "auto"
+        self.launching.choose(launch, mode, size.microbatches, kept, missing, timer, may_replay=may_replay)
         self.footprint.graphed = self.launching.graphed
         self._predict(mode, size, kept)
         return kept
 
-    def _missing_bytes(self, rows: int, tasks: Sequence[Task], layers: frozenset[int]) -> int | None:
-        """Return the device memory that graphs of these layers lack beside what a plan takes; None if unknown."""
+    def _missing_bytes(
+        self, mode: Mode, size: CallSize, tasks: Sequence[Task], layers: frozenset[int], *, is_planned: bool
+    ) -> int | None:
+        """Return the device memory that graphs of these layers lack beside what tasks take; None if unknown.
+
+        None lacks if there is another plan that has room for them. `is_planned`: whether plans are ours.
+        """
         if not self._sees_memory:
             return 0
         if not self.footprint.knows_peak:
             return None
-        foreseen = self._foreseen_bytes(rows, tasks, layers)
-        return max(foreseen - self.pricing.usable_bytes, 0)
+        missing = max(self._foreseen_bytes(size.rows, tasks, layers) - self.pricing.usable_bytes, 0)
+        if missing and is_planned:
+            costs, limits = self._problem(mode, _rounded_up(size.rows), layers)
+            has_room = all(costs[layer].has_graphs for layer in layers)
+            return 0 if has_room and self._plan(mode, size).would_fit(costs, limits) else missing
+        return missing
 
     def _foreseen_bytes(self, rows: int, tasks: Sequence[Task], layers: frozenset[int]) -> int:
         costs = self._guesses(rows, layers)
@@ -443,7 +452,8 @@ def _rounded_up(rows: int) -> int:
 def _at_most(cost: LayerCost, budget: int) -> LayerCost:
     # Never refuse a single layer because of a guess: torch's allocator decides whether it fits when it runs.
     room = max(budget - cost.weight_bytes - cost.gradient_bytes, 0)
-    return replace(cost, kept_bytes=min(cost.kept_bytes, room))
+    replay_launch_ms = cost.replay_launch_ms if cost.kept_bytes + cost.graph_bytes <= room else None
+    return replace(cost, kept_bytes=min(cost.kept_bytes, room), replay_launch_ms=replay_launch_ms)
 
 
 def _for_mode(plan: Plan, mode: Mode) -> Plan:

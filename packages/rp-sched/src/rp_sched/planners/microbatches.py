@@ -102,7 +102,9 @@ def memory_splits(layers: Sequence[LayerCost], limits: Limits) -> Iterator[Limit
     are many, so the caller compares plans for several sizes.
     """
     room = limits.device_memory_bytes
-    wanted = sum(2 * layer.weight_bytes + layer.gradient_bytes + layer.kept_bytes for layer in layers)
+    wanted = sum(
+        2 * layer.weight_bytes + layer.gradient_bytes + layer.kept_bytes + layer.graph_bytes for layer in layers
+    )
     if room is None or wanted <= room or limits.stage_bytes is not None:
         yield limits
     else:

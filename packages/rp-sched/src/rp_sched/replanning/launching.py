@@ -19,18 +19,11 @@ class Launching:
 
     `by_graphs`: whether graphs launch layers of the last planned call, where they can. `frees_graphs`: they have
     launched calls, but will launch none. `graphed`: the layers of which devices have graphs until then, for calls
-    of any kind. `graphable`: the layers that they could launch in calls of a mode.
-    `missing_bytes`: the device memory that graphs of some layers lack, beside what these tasks take with so many
-    rows; None if that is not known. `may_choose`: whether graphs could gain on these devices.
+    of any kind. `graphable`: the layers that they could launch in calls of a mode. `may_choose`: whether graphs
+    could gain on these devices.
     """
 
-    def __init__(
-        self,
-        graphable: Callable[[Mode], frozenset[int]],
-        missing_bytes: Callable[[int, Sequence[Task], frozenset[int]], int | None],
-        *,
-        may_choose: bool,
-    ) -> None:
+    def __init__(self, graphable: Callable[[Mode], frozenset[int]], *, may_choose: bool) -> None:
         self.by_graphs = self.frees_graphs = False
         self.graphed = _NONE
         self._had_graphs = False
@@ -38,7 +31,6 @@ class Launching:
         self._trained: tuple[Mode, int] | None = None
         self._may_choose = may_choose
         self._graphable = graphable
-        self._missing_bytes = missing_bytes
         self._choices: dict[tuple[Mode, int], LaunchChoice] = {}
 
     def choose(
@@ -46,15 +38,16 @@ class Launching:
         launch: Launch,
         mode: Mode,
         microbatches: int,
-        rows: int,
         tasks: Sequence[Task],
+        missing_bytes: Callable[[frozenset[int]], int | None],
         measured: MeasuredCalls,
         *,
         may_replay: bool = True,
     ) -> None:
         """Decide how a call is launched; plans count with it from the next one on.
 
-        `rows`: of a microbatch. `may_replay`: whether graphs can launch such a call at all.
+        `missing_bytes`: the device memory that graphs of some layers lack; None if that is not known.
+        `may_replay`: whether graphs can launch such a call at all.
         """
         if mode != "infer":
             self._trained = mode, microbatches
@@ -62,8 +55,7 @@ class Launching:
         if launch == "eager" or not (may_replay and self._may_choose):
             return
         choice = self._choices.setdefault((mode, microbatches), LaunchChoice(measured, is_timed=mode != "train"))
-        missing = partial(self._missing_bytes, rows, tasks)
-        question = LaunchQuestion(tasks, partial(self._graphable, mode), missing)
+        question = LaunchQuestion(tasks, partial(self._graphable, mode), missing_bytes)
         if launch == "graphs":
             choice.follow(question)
         else:
