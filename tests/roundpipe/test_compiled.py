@@ -16,7 +16,7 @@ import pytest
 import torch
 from plain import assert_near, batch, gradients, square_error, twin
 from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, Runtime
-from rp_engine.device import compiling
+from rp_transfer.cuda import inductor
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -160,20 +160,20 @@ def test_what_launches_a_gpus_kernels_asks_for_no_vector_instructions(monkeypatc
     isa = importlib.import_module("torch._inductor.cpu_vec_isa")
     monkeypatch.setattr(isa, "pick_vec_isa", lambda: "usual")
     monkeypatch.setattr(codecache, "pick_vec_isa", isa.pick_vec_isa)
-    compiling._ask_of_vectors_by_thread.cache_clear()
+    inductor._ask_of_vectors_by_thread.cache_clear()
     try:
-        with compiling._any_processor(), ThreadPoolExecutor(1) as other:
+        with inductor._any_processor(), ThreadPoolExecutor(1) as other:
             for module in (codecache, isa):
                 assert module.pick_vec_isa() is isa.invalid_vec_isa
                 # What the user compiles for the CPU meanwhile.
                 assert other.submit(module.pick_vec_isa).result() == "usual"
         assert codecache.pick_vec_isa() == "usual"
     finally:
-        compiling._ask_of_vectors_by_thread.cache_clear()
+        inductor._ask_of_vectors_by_thread.cache_clear()
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return [record for record in caplog.records if record.name == compiling.__name__]
+    return [record for record in caplog.records if record.name == inductor.__name__]
 
 
 @pytest.mark.slow
@@ -189,10 +189,10 @@ def test_without_cpp_code_layers_are_compiled_as_usual_with_one_warning(
         return inner(*args, **kwargs)
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        return compile_fx.compile_fx(graph, inputs, inner_compile=compiling._with_cpp)
+        return compile_fx.compile_fx(graph, inputs, inner_compile=inductor._with_cpp)
 
     monkeypatch.setattr(compile_fx, "compile_fx_inner", has_none)
-    compiling._warn_of_python.cache_clear()
+    inductor._warn_of_python.cache_clear()
     layer = Layer()
     truth = twin(layer)
     layer.compile(backend=backend)
@@ -206,7 +206,7 @@ def test_without_cpp_code_layers_are_compiled_as_usual_with_one_warning(
 
 @pytest.mark.slow
 def test_on_the_cpu_layers_are_compiled_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(compiling, "_with_cpp")
+    monkeypatch.delattr(inductor, "_with_cpp")
     layer = Layer()
     truth = twin(layer)
 

@@ -13,7 +13,6 @@ FACES = {
     "rp_engine.context",
     "rp_engine.errors",
     "rp_engine.estimates",
-    "rp_engine.frameworks",
     "rp_engine.saving",
     "rp_engine.wrapping",
 }

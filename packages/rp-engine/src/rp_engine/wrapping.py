@@ -14,7 +14,6 @@ from rp_engine.device.twins.content import named_modules
 from rp_engine.device.whole_process.forward_mode import is_in_level
 from rp_engine.engine.beside.aside import aside
 from rp_engine.execution.call import View
-from rp_engine.execution.effects.written import unwritten
 from rp_engine.execution.losses import check_losses
 from rp_engine.planning.fp8_layers import check_compute, coded_by
 from rp_engine.settings.run_config import Compute
@@ -43,6 +42,5 @@ __all__ = [
     "prepares",
     "register_lazy_hooks",
     "unrounded",
-    "unwritten",
     "widened",
 ]

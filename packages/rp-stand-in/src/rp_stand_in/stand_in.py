@@ -7,7 +7,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 from rp_engine.errors import RoundPipeError
-from rp_engine.frameworks import advice
+from rp_errors.frameworks import advice
 from torch import nn
 
 from rp_stand_in.names import keep_tied, names_in, rename_nested, tensors

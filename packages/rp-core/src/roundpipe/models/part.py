@@ -24,12 +24,13 @@ from rp_calls import (
 )
 from rp_engine import Arrivals, RoundPipeRunConfig
 from rp_engine.errors import add_note
-from rp_engine.wrapping import Entrance, prepares, unwritten
+from rp_engine.wrapping import Entrance, prepares
 from torch import nn
 
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.side_outputs import Wanted, collecting, deliver, refuse_hooked, wanted
 from roundpipe.models.wrapped.options import WrapOptions
+from roundpipe.models.written import unwritten
 
 
 class Members(nn.Module):

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from rp_errors import warn_user
+from rp_errors.frameworks import advice
 from rp_optim.masters import link_of, own_grad
 from rp_state.master import is_from_engine, note_optimizer
 from rp_state.model_state import ModelState
@@ -18,7 +19,6 @@ from rp_state.modules.ownership import owner_of
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rp_engine.errors import TrainingWarning, TrainsNothing
-from rp_engine.frameworks import advice
 
 _STEP = "model.step(lambda: (optimizer.step(), optimizer.zero_grad()))"
 _OPTIMIZER = "AdamW(model.optim_parameters(), lr=1e-5)"
