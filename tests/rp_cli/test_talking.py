@@ -86,6 +86,50 @@ def test_prompts_are_completed_in_their_order_whatever_the_batch(model: Path, tm
     assert completions(tmp_path / "again.jsonl") == found
 
 
+def test_a_reply_ends_as_the_template_ends_it(tmp_path: Path) -> None:
+    """Also where the model's config, of before it learned conversations, does not say so."""
+    end = "{% if message['role'] == 'assistant' %}<|im_end|>{% endif %}"
+    template = "{% for message in messages %}{{ message['content'] }}" + end + "\n{% endfor %}"
+    model = make_model(tmp_path / "model", template=template)
+    made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    made.generation_config.eos_token_id = 0
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    asked = form_of(model, CHATS[0]["messages"])
+    ids = tokenizer(asked, return_tensors="pt", add_special_tokens=False)
+    said = made.generate(**ids, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)[0].tolist()
+    start = ids["input_ids"].shape[1]
+    # The end stands for a token that was not there before, and is followed by another one.
+    place = next(at for at in range(start + 1, len(said) - 1) if said[at] not in said[:at] and said[at + 1] > 2)
+    swapped = [said[place], tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    for weight in (made.lm_head.weight.data, made.model.embed_tokens.weight.data):
+        weight[swapped] = weight[swapped[::-1]]
+    made.save_pretrained(model)
+    prompts = json_lines(tmp_path / "prompts.jsonl", [CHATS[0], {"prompt": asked}])
+
+    assert generate(model, prompts, tmp_path / "said.jsonl") == 0
+
+    reply, text = (row["completion"] for row in completions(tmp_path / "said.jsonl"))
+    assert reply == tokenizer.decode(said[start:place])
+    assert text == tokenizer.decode([*said[start:place], *said[place + 1 :]])
+
+
+def test_tokens_are_chosen_as_the_models_config_says(model: Path, tmp_path: Path) -> None:
+    made = AutoModelForCausalLM.from_pretrained(model)
+    made.generation_config.do_sample = False
+    made.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "model")
+    prompts = json_lines(tmp_path / "prompts.jsonl", PROMPTS)
+    asked = ["--prompts", str(prompts), "--max-tokens", str(TOKENS)]
+
+    found = []
+    for name, more in (("greedy", ["--greedy"]), ("said", []), ("hot", ["--temperature", "9"])):
+        output = tmp_path / f"{name}.jsonl"
+        assert main(["generate", str(tmp_path / "model"), *asked, "--output", str(output), *more]) == 0
+        found.append(completions(output))
+
+    assert found[0] == found[1] != found[2]
+
+
 def test_a_text_file_has_a_prompt_a_line(model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(f"{words(1, 4)}\n\n{words(2, 9)}\n")

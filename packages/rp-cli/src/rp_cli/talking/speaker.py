@@ -15,6 +15,7 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained
 from rp_adapters.making import put_on
 from rp_adapters.vocabulary import grown_for
 from rp_data.chat.contents import in_parts, takes_parts
+from rp_data.chat.ends import ends_of_reply
 from rp_data.images.processor import Sight
 from rp_estimate.meta.meta_model import config_of
 from rp_estimate.meta.model_class import model_class
@@ -57,8 +58,8 @@ class Speaker:
         """Whether the tokenizer has a chat template, so that conversations have a form."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
-    def text_of(self, messages: Sequence[Message]) -> str:
-        """A conversation in the model's form, up to where the assistant begins to speak.
+    def text_of(self, messages: Sequence[Message], *, asks: bool = True) -> str:
+        """A conversation in the model's form; if it `asks`, up to where the assistant begins to speak.
 
         Raises `Refused` for one that the template refuses.
         """
@@ -68,9 +69,7 @@ class Speaker:
                 "'messages', or a --tokenizer that has one"
             )
 
-        def render(some: Sequence[Message]) -> str:
-            return _rendered(self.tokenizer, some)
-
+        render = partial(_rendered, self.tokenizer, asks=asks)
         return render(in_parts(messages) if takes_parts(render) else messages)
 
     def complete(self, texts: Sequence[str], *, is_form: bool = False, streamer: Any = None) -> list[str]:
@@ -82,7 +81,8 @@ class Speaker:
         given = self.tokenizer(
             list(texts), return_tensors="pt", padding=True, padding_side="left", add_special_tokens=not is_form
         )
-        return self._completed({name: given[name] for name in ("input_ids", "attention_mask")}, streamer)
+        given = {name: given[name] for name in ("input_ids", "attention_mask")}
+        return self._completed(given, streamer, is_form=is_form)
 
     def complete_seen(
         self, texts: Sequence[str], images: Sequence[Sequence[Any]], streamer: Any = None
@@ -91,14 +91,16 @@ class Speaker:
         assert self.sight is not None
         with refusing_all("the processor refuses these images: ", told):
             given = self.sight.prompts(texts, images)
-        return self._completed(given, streamer)
+        return self._completed(given, streamer, is_form=True)
 
-    def _completed(self, given: Mapping[str, Any], streamer: Any = None) -> list[str]:
-        ids = given["input_ids"]
+    def _completed(self, given: Mapping[str, Any], streamer: Any, *, is_form: bool) -> list[str]:
+        ids, ends = given["input_ids"], self.model.generation_config.eos_token_id
         if not ids.shape[1]:
             raise Refused("a prompt must have at least one token, but has none")
+        if is_form:
+            ends = ends_of_reply(self.tokenizer, partial(self.text_of, asks=False), ends)
         with refusing(f"{self.model.name} does not generate: "):
-            found = self.model.generate(**given, streamer=streamer, **self.sampling)
+            found = self.model.generate(**given, streamer=streamer, eos_token_id=ends, **self.sampling)
         return self.tokenizer.batch_decode(found[:, ids.shape[1] :], skip_special_tokens=True)
 
 
@@ -116,7 +118,9 @@ def speaking(options: TalkOptions, *, with_images: bool = False) -> Generator[Sp
     with model_of(source, options, with_images=with_images) as model:
         torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
         config = RoundPipeRunConfig(num_microbatch=getattr(options, "microbatches", 1))
-        yield Speaker(model, tokenizer, {**_sampling(options, tokenizer), "roundpipe_run_config": config}, sight)
+        yield Speaker(
+            model, tokenizer, {**_sampling(options, tokenizer, model), "roundpipe_run_config": config}, sight
+        )
 
 
 @contextmanager
@@ -145,9 +149,9 @@ def checked_tokenizer(source: Source) -> Any:
     return loaded_tokenizer(source)
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Message]) -> str:
+def _rendered(tokenizer: Any, messages: Sequence[Message], *, asks: bool = True) -> str:
     with refusing_all("the chat template refuses the conversation: ", told):
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asks)
 
 
 def loaded_tokenizer(source: Source) -> Any:
@@ -193,13 +197,13 @@ def _with_adapter(model: nn.Module, folder: Path) -> nn.Module:
     return put_on(grown_for(model, folder), folder, f"the adapter in {folder} cannot be put on its model: ")
 
 
-def _sampling(options: TalkOptions, tokenizer: Any) -> dict[str, Any]:
+def _sampling(options: TalkOptions, tokenizer: Any, model: RoundPipe) -> dict[str, Any]:
     asked = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
     chosen_by = {name: value for name, value in asked.items() if value is not None}
     return {
         "max_new_tokens": options.max_tokens,
         "pad_token_id": tokenizer.pad_token_id,
-        "do_sample": not options.greedy,
+        "do_sample": bool(chosen_by) or not (options.greedy or model.generation_config.do_sample is False),
         # Also of a model whose config says otherwise, as those that were trained do.
         "use_cache": True,
         **chosen_by,
