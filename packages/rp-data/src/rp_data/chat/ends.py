@@ -12,7 +12,9 @@ _PROBE = "probeofareply"
 _ANSWERED: Sequence[Message] = ({"role": "user", "content": "one"}, {"role": "assistant", "content": _PROBE})
 
 
-def ends_of_reply(tokenizer: Any, render: Callable[[Sequence[Message]], str], known: Any) -> list[int] | None:
+def ends_of_reply(
+    tokenizer: Any, render: Callable[[Sequence[Message]], str], known: int | Sequence[int] | None
+) -> list[int] | None:
     """Return the tokens that end a reply: those that are `known`, and the template's own; None if there is none.
 
     Models that were trained on conversations end a turn as their template does, which a config that was made
@@ -26,7 +28,7 @@ def ends_of_reply(tokenizer: Any, render: Callable[[Sequence[Message]], str], kn
     except Refused:
         # Some templates want other messages.
         said, after = "", ""
-    tokens = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"] if said else []
-    added = tokenizer.added_tokens_decoder
+    tokens: list[int] = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"] if said else []
+    added: dict[int, Any] = tokenizer.added_tokens_decoder
     own = [one for one in tokens[:1] if one in added and added[one].special]
     return list(dict.fromkeys([*given, *own])) or None
