@@ -442,6 +442,9 @@ def test_a_step_by_hand_trains_nothing_and_says_so(two: Runtime, master: str) ->
     with pytest.raises(TrainsNothing, match="with step_in_backward=True, omit the step"):
         optimizer.step()
     call(model, optimizer)
+    # No optimizer reads this.
+    with pytest.warns(TrainingWarning, match="consumed as they arrive"):
+        assert next(iter(model.optim_parameters())).grad is None
 
 
 @pytest.mark.parametrize("does", ["steps", "reads"])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from rp_state.errors import GradientsIncomplete, StepFailed
+from rp_state.errors import GradientsIncomplete, Stale, StepFailed
 
 
 class _State(Protocol):
@@ -53,6 +54,8 @@ _WHOLE = _Whole()
 class Health:
     """One owner of all that is not whole in a model.
 
+    `version`: number of changes of the weights that a backward of an earlier forward must not see.
+
     All is stored as text: an error object would keep its frames alive. Any thread notes; the launcher mends.
 
     >>> health = Health("mine")
@@ -73,6 +76,9 @@ class Health:
         # publication failed, as where a machine was lost. Until a state is loaded.
         self._weights: _State = _WHOLE
         self._publication: _State = _WHOLE
+        self.version = 0
+        # The latest versions with what made them, in words.
+        self._changes: deque[tuple[int, str]] = deque(maxlen=64)
 
     # Asked
 
@@ -127,7 +133,24 @@ class Health:
         """Note that some weights are published and others will not be."""
         self._publication = _Left(error)
 
+    def note_changed(self, what: str) -> None:
+        """Refuse the backward of earlier forwards from now on. `what`: what was done, in words."""
+        self.version += 1
+        self._changes.append((self.version, what))
+
     # Refused
+
+    def refuse_stale(self, version: int) -> None:
+        """Raise `Stale` if the weights are no longer those of `version`, which a forward has read."""
+        if version == self.version:
+            return
+        what = next((what for number, what in self._changes if number > version), "newer weights were published")
+        remedy = "call backward() before the next step, or use forward_backward()"
+        if "published" not in what:
+            remedy = "call backward() before that"
+        raise Stale(
+            f"model {self._name!r}: {what} since this forward, so its backward would mix two versions; {remedy}"
+        )
 
     def refuse_torn(self) -> None:
         """Raise `StepFailed` if a step in place has left some weights of it, others of the one before."""

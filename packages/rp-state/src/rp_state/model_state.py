@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 import zlib
-from collections import deque
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 
@@ -15,7 +13,6 @@ from rp_transfer import Backend, Turns
 
 from rp_state.block import Block
 from rp_state.codes.layout import CodedLayout, coded_indices
-from rp_state.errors import Stale
 from rp_state.frozen.store import FrozenStore
 from rp_state.halves import TellsWhole, can_split, same_bits, tell_kept_whole
 from rp_state.health import Health
@@ -36,7 +33,7 @@ from rp_state.master import (
 )
 from rp_state.memory.passed_memory import PassedMemory, sharing
 from rp_state.modules.habits import Habits
-from rp_state.modules.signature import attributes, grad_flags, signature, training_flags, walk
+from rp_state.modules.seen import SeenModules
 from rp_state.options import Coded, HostOptions
 from rp_state.shards import Owners
 
@@ -68,15 +65,13 @@ class _MissingWarning:
 class ModelState:
     """The host side of one model. The launcher changes it.
 
-    `name`: the model's. `version`: number of changes of the weights that a backward of an earlier forward must
-    not see.
-    `unpublished`: the optimizer has a result that is not published yet. `habits`: what its layers were seen to
-    do. `num_runs`: number of launched runs that add gradients; `stepped_runs`: those of them whose gradients a
-    step takes or the user dropped. `health`: what failures have left of gradients, steps and weights.
-    `shards`: which machine owns which parameter. `is_stepping`: a step function is
-    running; only the optimizer's thread uses it. `is_part`: another model is stepped together with this one.
-    `is_inside`: a module's own forward calls this model, and sees what it does to its inputs. `double_buffer`:
-    whether trained weights have second blocks, from the options or decided later. `coded`: see `HostOptions`.
+    `name`: the model's. `unpublished`: the optimizer has a result that is not published yet. `habits`: what its
+    layers were seen to do. `num_runs`: number of launched runs that add gradients; `stepped_runs`: those of them
+    whose gradients a step takes or the user dropped. `health`: what failures have left of gradients, steps and
+    weights. `shards`: which machine owns which parameter. `is_stepping`: a step function is running; only the
+    optimizer's thread uses it. `is_part`: another model is stepped together with this one. `is_inside`: a module's
+    own forward calls this model, and sees what it does to its inputs. `double_buffer`: whether trained weights
+    have second blocks, from the options or decided later. `coded`: see `HostOptions`.
     """
 
     def __init__(
@@ -100,9 +95,6 @@ class ModelState:
         self.backend = backend
         self.modules = tuple(modules)
         self._store = FrozenStore.on(options.frozen) if options.frozen else None
-        self.version = 0
-        # The latest versions with what made them, in words.
-        self.changes: deque[tuple[int, str]] = deque(maxlen=64)
         self.unpublished = False
         self.habits = Habits()
         self.masters: dict[torch.Tensor, torch.nn.Parameter] = {}
@@ -130,25 +122,13 @@ class ModelState:
         self._divide(self.shards)
         if self.options.steps_in_backward:
             self._share_gradients()
-        self._places: dict[int, int] = {}
-        for block in kept:
-            self._note_places(block)
-        self._walked = walk(self.modules)
-        self.signature = signature(self._walked, self._places)
-        self._grad_flags = grad_flags(self._walked)
-        self.flags = training_flags(self._walked)
-        self.attributes = attributes(self._walked)
+        self._seen = SeenModules(self.modules, _places(kept))
 
     def _share_gradients(self) -> None:
         for blocks in sharing(self.trainable):
             place = PassedMemory(self.backend, blocks[0].layout)
             for block in blocks:
                 block.gradient.share(place)
-
-    def keep_apart(self, blocks: Iterable[Block]) -> None:
-        """Give these blocks separate gradient memory, since several tasks add to it; nothing may be running."""
-        for block in blocks:
-            block.gradient.move_out()
 
     def _divide(self, shards: Owners) -> None:
         shards.assign([block.tensors for block in self.trainable])
@@ -158,13 +138,22 @@ class ModelState:
             repr([(*block.users, *block.segments, block.layout) for block in self.trainable]).encode()
         )
 
+    @property
+    def version(self) -> int:
+        """See `Health`."""
+        return self.health.version
+
     def changed(self) -> bool:
         """Return whether modules, parameters or buffers have changed since `build`.
 
         They were added, replaced or moved then. Also walks the modules, for `note_flags` and `note_attributes`.
         """
-        self._walked = walk(self.modules)
-        return signature(self._walked, self._places) != self.signature
+        return self._seen.have_changed(self.modules)
+
+    @property
+    def flags(self) -> tuple[tuple[bool, ...], ...]:
+        """The training flags of each layer's modules, when they were last noted."""
+        return self._seen.flags
 
     def frozen(self) -> list[tuple[Block, int]]:
         """Return the parameters in trainable blocks that do not require grad now, each as block and index."""
@@ -272,43 +261,17 @@ class ModelState:
         """Return the turns of all blocks and gradients."""
         return [block.turns for block in self.blocks] + [block.gradient.turns for block in self.trainable]
 
-    def refuse_stale(self, version: int) -> None:
-        """Raise `Stale` if the weights are no longer those of `version`, which a forward has read."""
-        if version == self.version:
-            return
-        what = next((what for number, what in self.changes if number > version), "newer weights were published")
-        remedy = "call backward() before the next step, or use forward_backward()"
-        if "published" not in what:
-            remedy = "call backward() before that"
-        raise Stale(
-            f"model {self.name!r}: {what} since this forward, so its backward would mix two versions; {remedy}"
-        )
-
-    def note_changed(self, what: str) -> None:
-        """Refuse the backward of earlier forwards from now on. `what`: what was done, in words."""
-        self.version += 1
-        self.changes.append((self.version, what))
-
     def note_flags(self) -> None:
         """Record the layers' current training flags."""
-        flags = training_flags(self._walked)
-        if flags != self.flags:
-            self.flags = flags
+        if self._seen.note_flags():
             self._forget_habits()
 
     def note_attributes(self) -> bool:
         """Record the modules' plain attributes, and which tensors require grad; return whether one has changed."""
-        current, flags = attributes(self._walked), grad_flags(self._walked)
-        same = (
-            flags == self._grad_flags
-            and len(current) == len(self.attributes)
-            and all(map(operator.is_, current, self.attributes))
-        )
-        if not same:
-            self.attributes = current
-            self._grad_flags = flags
+        has_changed = self._seen.note_attributes()
+        if has_changed:
             self._forget_habits()
-        return not same
+        return has_changed
 
     def _forget_habits(self) -> None:
         # In another mode a layer may draw random numbers and write buffers that it did not before.
@@ -332,7 +295,7 @@ class ModelState:
             tell_kept_whole(self.name, [value for block in self.trainable for value in block.values])
 
     def _master(self, parameter: torch.Tensor, value: torch.Tensor) -> EngineMaster | EngineSplitMaster:
-        if self.options.master == "split" and can_split(value) and self._has_here(parameter):
+        if self.options.master == "split" and can_split(value) and self.shards.owns(parameter):
             master = EngineSplitMaster(value, remainders=self.remainders)
             watch_whole(master, self._tell_whole)
         else:
@@ -342,15 +305,11 @@ class ModelState:
             refuse_reads(master)
         return master
 
-    def _has_here(self, parameter: torch.Tensor) -> bool:
-        """Return whether this machine has the parameter's master."""
-        return self.shards.owns(parameter)
-
     def _whole_master(self, parameter: torch.Tensor, value: torch.Tensor) -> EngineMaster:
         dtype = self.options.optim_dtype or parameter.dtype
         return EngineMaster(
             value.to(dtype, copy=True).contiguous()
-            if self._has_here(parameter)
+            if self.shards.owns(parameter)
             else torch.empty(value.shape, dtype=dtype, device="meta")
         )
 
@@ -403,7 +362,7 @@ class ModelState:
         for block in self.trainable if self.double_buffer else ():
             if block.host.is_one_piece and not block.has_back:
                 block.make_back(self.backend)
-                self._note_places(block)
+                self._seen.note_places(_places([block]))
 
     def note_rewritten(self) -> None:
         """Any of the weights may have been written, past their version counters."""
@@ -423,10 +382,16 @@ class ModelState:
             if indices and not block.codes.are_there:
                 block.make_codes(self.backend, CodedLayout(block.layout, indices))
 
-    def _note_places(self, block: Block) -> None:
-        for value, back in zip(block.values, block.results.values, strict=True) if block.has_back else ():
-            self._places[back.data_ptr()] = value.data_ptr()
-
     def first_trainable(self) -> int:
         """Return the lowest layer that is trained; the number of layers if none is."""
         return next((layer.index for layer in self.layers if layer.trainable), len(self.layers))
+
+
+def _places(blocks: Iterable[Block]) -> dict[int, int]:
+    """The addresses of tensors in the second blocks of these, each with that in the first."""
+    return {
+        back.data_ptr(): value.data_ptr()
+        for block in blocks
+        if block.has_back
+        for value, back in zip(block.values, block.results.values, strict=True)
+    }

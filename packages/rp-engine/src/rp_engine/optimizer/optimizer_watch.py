@@ -198,8 +198,13 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, *_: object) -> None:
     note_optimizer(steps=True)
     watched = _WATCH.get()
-    _refuse_nothing(optimizer, is_inside=watched.is_inside)
-    watched.begin(optimizer)
+    try:
+        _refuse_nothing(optimizer, is_inside=watched.is_inside)
+        watched.begin(optimizer)
+    except BaseException:
+        # It will not step: gradients that this thread reads from now on are not an optimizer's.
+        note_optimizer(steps=False)
+        raise
 
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:

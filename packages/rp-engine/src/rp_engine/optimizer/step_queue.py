@@ -85,7 +85,7 @@ class StepQueue:
             self._state.unpublished = False
 
     def _publication(self, take: Take) -> Publication:
-        self._state.note_changed("newer weights were published")
+        self._state.health.note_changed("newer weights were published")
         turns = {block: take(block.turns, write=True) for block in self._state.trainable}
         return Publication(self._name, self._state, self.results, turns)
 

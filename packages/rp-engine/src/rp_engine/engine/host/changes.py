@@ -76,10 +76,10 @@ class OutsideChanges:
             self.shared.note_written(written)
         if changed:
             self._rebuild()
-            self.state.note_changed("modules, parameters or buffers were added, replaced, removed or moved")
+            self.state.health.note_changed("modules, parameters or buffers were added, replaced, removed or moved")
         elif written:
             # An earlier forward read other weights than its backward would.
-            self.state.note_changed("weights were written or loaded by code outside of the engine")
+            self.state.health.note_changed("weights were written or loaded by code outside of the engine")
         if regroups and not changed:
             self._regroup()
 
@@ -107,7 +107,9 @@ class OutsideChanges:
         unfrozen = self.state.unfrozen()
         if not self._keeps_frozen():
             self._rebuild()
-            self.state.note_changed("requires_grad of parameters was changed, for which blocks were rebuilt,")
+            self.state.health.note_changed(
+                "requires_grad of parameters was changed, for which blocks were rebuilt,"
+            )
         elif unfrozen:
             self._rebuild([block for block in self.state.blocks if block not in unfrozen])
 

@@ -41,7 +41,8 @@ class HostGradients:
     def keep_divided_apart(self, tasks: Sequence[Task]) -> None:
         """If the optimizer steps in this call, give gradients that several tasks add to memory of their own."""
         if self._state.options.steps_in_backward:
-            self._state.keep_apart(block for block, count in self.added_by(tasks).items() if count > 1)
+            for block in [block for block, count in self.added_by(tasks).items() if count > 1]:
+                block.gradient.move_out()
 
     def keep_additions(self, kept: Sequence[Block]) -> None:
         """Forget what was added to blocks other than these."""

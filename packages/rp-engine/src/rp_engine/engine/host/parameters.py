@@ -230,7 +230,7 @@ class HostParameters:
             self.state.unpublished = False
         self.state.health.forget_step()
         self.state.health.forget_mixed()
-        self.state.note_changed("a state was loaded")
+        self.state.health.note_changed("a state was loaded")
 
     def settle_weights(self) -> None:
         """Publish the last step's result, if calls do not read it yet, and wait for all who write weights.
@@ -319,7 +319,7 @@ class HostParameters:
 
     def check_version(self, version: int) -> None:
         """Raise `Stale` if the weights are no longer those of `version`."""
-        self.state.refuse_stale(version)
+        self.state.health.refuse_stale(version)
 
     def refresh(self, *, regroups: bool = True, samples: bool = False) -> None:
         """Take over changes of modules and weights made outside the engine, see `OutsideChanges.take_over`."""
