@@ -106,7 +106,10 @@ WRONG = {
     "a text in Latin-1": (["--data", "latin.txt"], "must be in UTF-8"),
     "a line in Latin-1": (["--data", "latin.jsonl"], "latin.jsonl:1 must be in UTF-8"),
     "a broken line": (["--data", "broken.jsonl"], "broken.jsonl:2 must be one JSON object"),
-    "a list of objects": (["--data", "array.jsonl"], "write one object a line, or name the file .json"),
+    "a list of objects": (
+        ["--data", "array.jsonl"],
+        "write one object a line, or a list of objects into a file named .json",
+    ),
     "a list that is cut": (["--data", "torn.json"], "torn.json must be a list of JSON objects, but is not"),
     "a list of other things": (
         ["--data", "mixed.json"],

@@ -231,9 +231,9 @@ def test_what_the_template_does_not_read_is_told_and_calls_of_tools_are_refused(
     written(ENCODING.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}"), call, notes)
 
     assert list(notes.lines("--data")) == [
-        "--data: the chat template does not read 'name' (2 conversations), 'tools' (1 conversations), "
-        "'enable_thinkng' (1 conversations), 'reasoning_content' (1 conversations), 'content beside tool_calls' "
-        "(1 conversations)"
+        "--data: the chat template does not read 'name' (2 conversations), 'tools' (1 conversation), "
+        "'enable_thinkng' (1 conversation), 'reasoning_content' (1 conversation), 'content beside tool_calls' "
+        "(1 conversation)"
     ]
     with pytest.raises(Refused, match=r"calls tools .'tool_calls'., which the chat template does not write"):
         written(finetuning.CHATML, call)

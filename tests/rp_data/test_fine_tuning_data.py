@@ -20,6 +20,7 @@ from rp_cli.finetune.causality import check_causality
 from rp_data.batching.batches import Sequences, Steps
 from rp_data.batching.packing import packed
 from rp_data.documents import Counts, Document, Documents, held_out
+from rp_data.notes import Notes
 from rp_data.rows.documents import read_samples
 from rp_data.samples import Chat, Completion, Sample, Text
 from rp_data.tokens import Reader
@@ -322,8 +323,13 @@ def test_files_of_all_kinds_are_read_in_the_order_of_their_names(tmp_path: Path)
     (tmp_path / "d.JSONL").write_bytes(codecs.BOM_UTF8 + b'{"text": "three"}\n')
     (tmp_path / "e.TXT").write_bytes(codecs.BOM_UTF8 + b"four")
 
-    found = list(read_samples("--data", [tmp_path]))
+    notes = Notes()
+    found = list(read_samples("--data", [tmp_path], notes=notes))
 
+    assert list(notes.lines("--data")) == [
+        "--data: files in folders that are not read: 'README' (1 file), '.json' (1 file)",
+        "--data: fields that are not read: 'text' (1 row), 'prompt' (1 row)",
+    ]
     assert found == [
         Text(str(tmp_path / "a.txt"), "one"),
         Text(f"{tmp_path / 'b.jsonl'}:1", "two"),
@@ -332,6 +338,32 @@ def test_files_of_all_kinds_are_read_in_the_order_of_their_names(tmp_path: Path)
         Text(str(tmp_path / "e.TXT"), "four"),
         Chat(f"{tmp_path / 'folder' / 'c.ndjson'}:1", CHAT.messages),
     ]
+
+
+@pytest.mark.parametrize(
+    "whole", ['{"text": "one"}\n{"text": "two"}', '\n[\n {"messages": []}\n]', '[{"text": "one"}]']
+)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonlines", "a"])
+def test_json_is_not_learned_as_text(name: str, whole: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(whole)
+
+    with pytest.raises(
+        Refused, match=r"has JSON, but would be learned as text, as its name has it; name it .jsonl"
+    ):
+        list(read_samples("--data", [tmp_path / name]))
+    for text in ("[one]", "{}", '{"a": 1}', "{% if a %}"):
+        (tmp_path / name).write_text(text)
+        assert list(read_samples("--data", [tmp_path / name])) == [Text(str(tmp_path / name), text)]
+
+
+def test_a_name_that_is_in_an_object_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "one", "content": "two"}]}')
+
+    with pytest.raises(
+        Refused, match=r"a.jsonl:1 must be one JSON object, but is not: 'content' is in one object twice"
+    ):
+        list(read_samples("--data", [path]))
 
 
 def test_parquet_is_read_where_datasets_is_installed(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def test_nulls_in_json_are_counted_and_told(tmp_path: Path) -> None:
     assert [type(sample) for sample in read_samples("--data", [path], notes=notes)] == [Text, Text]
     assert list(notes.lines("--data")) == [
         f"--data: 2 keys were null and count as absent, the first in {path}:2",
-        "--data: fields that are not read: 'meta' (1 rows)",
+        "--data: fields that are not read: 'meta' (1 row)",
     ]
     assert without_nulls(rows[1]["meta"]) == ({"a": [None, {}]}, 1)
 

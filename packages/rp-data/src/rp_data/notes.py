@@ -20,7 +20,7 @@ class Notes:
     `skipped`, `nulls` and `decoded` count rows, keys and conversations; `reasons` are what is wrong with the
     first bad rows, `first_null` is the place of a key. `templates`: lines about chat templates. `left_out`: how
     many rows have each field that nothing reads; `left_out_of_chats`: conversations, for names that their template
-    does not read.
+    does not read; `files_left_out`: files in folders, by their suffixes.
     """
 
     skips: bool = False
@@ -32,6 +32,7 @@ class Notes:
     templates: list[str] = field(default_factory=list[str])
     left_out: dict[str, int] = field(default_factory=dict[str, int])
     left_out_of_chats: dict[str, int] = field(default_factory=dict[str, int])
+    files_left_out: dict[str, int] = field(default_factory=dict[str, int])
 
     def attempt(self, make: Callable[[], _Result]) -> _Result | None:
         """Return what `make` makes of a row; None for one that is omitted. Raises `Refused` where none are."""
@@ -54,6 +55,10 @@ class Notes:
     def ignored(self, names: Iterable[str]) -> None:
         """Note the fields of a row that nothing reads."""
         _count(self.left_out, names)
+
+    def passed_over(self, suffixes: Iterable[str]) -> None:
+        """Note files in a folder that are not read, for each its suffix."""
+        _count(self.files_left_out, suffixes)
 
     def unread(self, names: Iterable[str]) -> None:
         """Note the names of a conversation that its chat template does not read."""
@@ -83,6 +88,8 @@ class Notes:
                 "since the chat template encodes them itself"
             )
         yield from (f"{option}: {line}" for line in self.templates)
+        if self.files_left_out:
+            yield f"{option}: files in folders that are not read: {_counted(self.files_left_out, 'files')}"
         if self.left_out:
             yield f"{option}: fields that are not read: {_counted(self.left_out, 'rows')}"
         if self.left_out_of_chats:
@@ -100,5 +107,9 @@ def _count(counts: dict[str, int], names: Iterable[str]) -> None:
 def _counted(counts: Mapping[str, int], what: str) -> str:
     """Return names with their counts, the most frequent first."""
     names = sorted(counts, key=lambda name: -counts[name])
-    shown = ", ".join(f"{name!r:.60} ({counts[name]:,} {what})" for name in names[:_NAMES_SHOWN])
+    shown = ", ".join(f"{name!r:.60} ({_number(counts[name], what)})" for name in names[:_NAMES_SHOWN])
     return f"{shown}, and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else shown
+
+
+def _number(count: int, what: str) -> str:
+    return f"1 {what.removesuffix('s')}" if count == 1 else f"{count:,} {what}"

@@ -72,7 +72,7 @@ def _all(part: str | Path | Iterable[Mapping[str, Any]], notes: Notes) -> Iterat
 def _of_files(path: Path, notes: Notes) -> Iterator[Row]:
     name = data_named(path)
     for each in (path,) if name is None else fetched_split(_DATA, name):
-        for file in files_of(_DATA, each):
+        for file in files_of(_DATA, each, notes):
             rows = rows_of(_DATA, file, notes)
             if rows is None:
                 raise Refused(f"{_DATA} {file} is text, which prefers nothing; name JSON, CSV or Parquet")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rp_strangers.limited import Unlimited
 from rp_trainer.errors import Refused
@@ -22,7 +24,7 @@ from rp_data.rows.files import (
     kind_of,
 )
 from rp_data.rows.json_rows import Row, json_rows
-from rp_data.rows.shapes import ignored, sample_of
+from rp_data.rows.shapes import has_form, ignored, sample_of
 from rp_data.rows.tables import present, separated_rows, stored_rows
 from rp_data.samples import Sample, Text
 
@@ -47,17 +49,37 @@ def read_samples(
     `option`: the option with which the paths were given. `budget`: told of each file before it is read. `notes`:
     whether bad rows are omitted, and what is noticed.
     """
+    notes = notes or Notes()
     for path in paths:
-        for file in files_of(option, path):
+        for file in files_of(option, path, notes):
             (budget or Unlimited()).allow(f"{option} {file}", file.stat().st_size)
-            yield from _samples(option, file, notes or Notes())
+            yield from _samples(option, file, notes)
 
 
 def _samples(option: str, file: Path, notes: Notes) -> Iterator[Sample]:
     rows = rows_of(option, file, notes)
     if rows is None:
-        return iter([Text(str(file), decoded(option, str(file), content(option, file)))])
+        text = decoded(option, str(file), content(option, file))
+        _check_no_json(option, file, text)
+        return iter([Text(str(file), text)])
     return _converted(option, rows, notes, file.parent)
+
+
+def _check_no_json(option: str, file: Path, text: str) -> None:
+    """Refuse JSON in a file with another suffix, which would be learned letter by letter."""
+    if not (whole := text.strip()).startswith(("{", "[")):
+        return
+    # Of a list in several lines, the first is no JSON.
+    for part in (whole.partition("\n")[0], whole):
+        with suppress(ValueError, RecursionError):
+            value: object = json.loads(part)
+            row = next(iter(cast("list[object]", value)), None) if isinstance(value, list) else value
+            if isinstance(row, dict) and has_form(cast("Mapping[str, Any]", row)):
+                raise Refused(
+                    f"{option} {file} has JSON, but would be learned as text, as its name has it; name it .jsonl, "
+                    "or .json if it is one list"
+                )
+            return
 
 
 def rows_of(option: str, file: Path, notes: Notes) -> Iterator[Row] | None:

@@ -16,6 +16,8 @@ from rp_presets import special_kind
 from rp_strangers.files import check_stored
 from rp_trainer.errors import Refused
 
+from rp_data.notes import Notes
+
 JSON = ".json"
 JSON_LINES = frozenset({".jsonl", ".ndjson"})
 TABLES = {".csv": ",", ".tsv": "\t"}
@@ -38,13 +40,15 @@ def kind_of(file: Path) -> str:
     return Path(file.stem).suffix.lower() if suffix in (_GZIP, _ZSTD) else suffix
 
 
-def files_of(option: str, path: Path) -> list[Path]:
+def files_of(option: str, path: Path, notes: Notes) -> list[Path]:
     """Return a file, or the visible files of a folder that have a known suffix, in the order of their names.
+
+    `notes`: of the other files in a folder.
 
     Raises `Refused` for what is neither, and for a folder without such files.
     """
     if path.is_dir():
-        return _in_folder(option, path)
+        return _in_folder(option, path, notes)
     check_stored(f"{option} {path}", path)
     if not path.is_file():
         what = "is neither a file nor a folder" if path.exists() else "does not exist"
@@ -52,16 +56,17 @@ def files_of(option: str, path: Path) -> list[Path]:
     return [path]
 
 
-def _in_folder(option: str, path: Path) -> list[Path]:
-    files = (
+def _in_folder(option: str, path: Path, notes: Notes) -> list[Path]:
+    visible = sorted(
         file
         for file in path.rglob("*")
-        if kind_of(file) in _IN_FOLDERS and file.is_file() and special_kind(file) is None
+        if file.is_file() and special_kind(file) is None and not _is_hidden(file.relative_to(path))
     )
-    visible = sorted(file for file in files if not _is_hidden(file.relative_to(path)))
-    if not visible:
+    known = [file for file in visible if kind_of(file) in _IN_FOLDERS]
+    if not known:
         raise Refused(f"{option} {path} has no files that end with {', '.join(sorted(_IN_FOLDERS))}")
-    return visible
+    notes.passed_over(file.suffix or file.name for file in visible if kind_of(file) not in _IN_FOLDERS)
+    return known
 
 
 def _is_hidden(path: Path) -> bool:

@@ -47,7 +47,9 @@ def _of_line(option: str, place: str, line: bytes) -> tuple[Mapping[str, Any] | 
     text = decoded(option, place, line)
     if not text.strip():
         return None, 0
-    hint = "; write one object a line, or name the file .json" if text.lstrip().startswith("[") else ""
+    # A list, or the first line of an object in several.
+    is_begun = text.lstrip().startswith("[") or text.strip() == "{"
+    hint = "; write one object a line, or a list of objects into a file named .json" if is_begun else ""
     return _object(f"{option} {place}", _parsed(f"{option} {place} must be one JSON object", text, hint))
 
 
@@ -63,7 +65,7 @@ def _members(option: str, file: Path, notes: Notes) -> Iterator[Row]:
 
 def _parsed(wanted: str, text: str, hint: str = "") -> Any:
     try:
-        value: object = json.loads(text)
+        value: object = json.loads(text, object_pairs_hook=_once)
         if "\\ud" in text.lower():
             # Halves of surrogate pairs, which JSON allows, are not text.
             json.dumps(value, ensure_ascii=False).encode()
@@ -74,6 +76,16 @@ def _parsed(wanted: str, text: str, hint: str = "") -> Any:
     except (ValueError, RecursionError) as error:
         raise Refused(f"{wanted}, but is not: {error}{hint}") from None
     return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object whose names are there once: JSON does not say which of two values counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r:.60} is in one object twice")
+    return found
 
 
 def _object(place: str, value: object) -> tuple[Mapping[str, Any], int]:

@@ -48,6 +48,11 @@ def sample_of(option: str, place: str, row: Row, folder: Path | None = None) -> 
     raise Refused(f"{option} {place} must have {_WANTED}, but has {found}")
 
 
+def has_form(row: Row) -> bool:
+    """Return whether a row has the names of a form that is read."""
+    return any(all(name in row for name in names) for names in _SHAPES)
+
+
 def ignored(row: Row, sample: Sample) -> list[str]:
     """Return the names of a row's fields that are not in its sample.
 
