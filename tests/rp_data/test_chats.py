@@ -213,6 +213,14 @@ def test_a_message_that_the_template_passes_over_is_refused(role: str) -> None:
     assert "two" in written(USUAL, Chat("a:1", [*talk[:2], says("tool", "three")]))
 
 
+def test_roles_that_others_are_meant_by_are_refused() -> None:
+    for role, meant in (("gpt", "assistant"), ("Assistant", "assistant"), ("human", "user")):
+        talk = [says("user", "one"), says("assistant", "two"), says(role, "three")]
+        with pytest.raises(Refused, match=f"a:1 has the role '{role}', .*; write '{meant}'"):
+            written(finetuning.CHATML, Chat("a:1", talk))
+        assert "three" in written(f"{{# {role} #}}{finetuning.CHATML}", Chat("a:1", talk))
+
+
 def test_what_templates_write_in_another_form_is_written() -> None:
     says_so = "<think>\nno\n</think>\n\n one\n'two'\n"
     for form in ("| trim", "| tojson", ".split('</think>')[-1] | trim", "| upper", "| replace('\n', ' ')"):
@@ -235,8 +243,9 @@ def test_what_the_template_does_not_read_is_told_and_calls_of_tools_are_refused(
         "'enable_thinkng' (1 conversation), 'reasoning_content' (1 conversation), 'content beside tool_calls' "
         "(1 conversation)"
     ]
-    with pytest.raises(Refused, match=r"calls tools .'tool_calls'., which the chat template does not write"):
-        written(finetuning.CHATML, call)
+    for name in ("tool_calls", "function_call"):
+        with pytest.raises(Refused, match=f"calls tools .'{name}'., which the chat template does not write"):
+            written(finetuning.CHATML, Chat("a:1", [says("assistant", "two", **{name: [{"name": "add"}]})]))
 
 
 # TRL's training templates

@@ -340,32 +340,6 @@ def test_files_of_all_kinds_are_read_in_the_order_of_their_names(tmp_path: Path)
     ]
 
 
-@pytest.mark.parametrize(
-    "whole", ['{"text": "one"}\n{"text": "two"}', '\n[\n {"messages": []}\n]', '[{"text": "one"}]']
-)
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonlines", "a"])
-def test_json_is_not_learned_as_text(name: str, whole: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(whole)
-
-    with pytest.raises(
-        Refused, match=r"has JSON, but would be learned as text, as its name has it; name it .jsonl"
-    ):
-        list(read_samples("--data", [tmp_path / name]))
-    for text in ("[one]", "{}", '{"a": 1}', "{% if a %}"):
-        (tmp_path / name).write_text(text)
-        assert list(read_samples("--data", [tmp_path / name])) == [Text(str(tmp_path / name), text)]
-
-
-def test_a_name_that_is_in_an_object_twice_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"messages": [{"role": "user", "content": "one", "content": "two"}]}')
-
-    with pytest.raises(
-        Refused, match=r"a.jsonl:1 must be one JSON object, but is not: 'content' is in one object twice"
-    ):
-        list(read_samples("--data", [path]))
-
-
 def test_parquet_is_read_where_datasets_is_installed(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     records = [*finetuning.texts(2), {"messages": CHAT.messages}]

@@ -269,35 +269,6 @@ def test_forms_are_the_conversations_that_they_mean() -> None:
         assert sample.messages == messages, row
 
 
-def test_what_a_row_has_beside_its_messages_is_read_also_as_json_or_refused() -> None:
-    talk = [says("user", "one"), says("assistant", "two")]
-    tools, documents, variables = [{"name": "add"}], [{"title": "three"}], {"enable_thinking": False}
-    beside = {"tools": tools, "documents": documents, "chat_template_kwargs": variables}
-
-    for row in (beside, {name: json.dumps(value) for name, value in beside.items()}):
-        (sample,) = samples({"messages": talk, **row})
-        assert isinstance(sample, Chat)
-        assert (sample.tools, sample.documents, sample.options) == (tools, documents, variables)
-    empty, alone = samples(
-        {"messages": talk, "tools": "", "system": "", "chat_template_kwargs": ""},
-        {"instruction": "one", "output": "two", "tools": tools},
-    )
-    assert empty == Chat("a:1", talk)
-    assert isinstance(alone, Chat)
-    assert alone.plain is None
-    for row in (
-        {"tools": {"name": "add"}},
-        {"tools": '{"name": "add"}'},
-        {"documents": "three"},
-        {"chat_template_kwargs": [1]},
-        {"chat_template_kwargs": "enable_thinking=false"},
-        {"system": ["six"]},
-        {"system": "six", "messages": [says("system", "seven"), *talk]},
-    ):
-        with pytest.raises(Refused, match=f"^--data a:1: '{next(iter(row))}' must be "):
-            samples({"messages": talk, **row})
-
-
 def test_calls_of_tools_in_share_gpts_form_are_calls() -> None:
     call = {"name": "add", "arguments": {"a": 1}}
     spoken = [
@@ -336,53 +307,6 @@ def test_only_the_completion_of_a_prompt_in_messages_is_learned() -> None:
 
     labels = read.all[0].tensors()[1]
     assert tokenizer.decode(labels[labels >= 0]) == "four<|im_end|>\n"
-
-
-@pytest.mark.parametrize("template", [finetuning.CHATML, finetuning.MARKED])
-@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss": 0.0, "training": False}])
-def test_a_message_that_is_marked_not_to_be_learned_is_not(template: str, mark: dict[str, Any]) -> None:
-    talk = [
-        {**says("user", "one"), "weight": 0},
-        {**says("assistant", "two"), **mark},
-        {**says("assistant", "three"), "weight": 1},
-        says("assistant", "four"),
-    ]
-    tokenizer = finetuning.tokenizer(template)
-
-    (document,) = Reader(tokenizer, sequence=99, completions_only=True).read(samples({"messages": talk})).all
-
-    labels = document.tensors()[1]
-    assert tokenizer.decode(labels[labels >= 0]) == "three<|im_end|>\nfour<|im_end|>\n"
-
-
-def test_a_mark_that_cannot_be_followed_is_refused() -> None:
-    def read(*talk: Any, only: bool = True, template: str = finetuning.CHATML) -> Documents:
-        reader = Reader(finetuning.tokenizer(template), sequence=99, completions_only=only)
-        return reader.read(samples({"messages": [*talk]}))
-
-    def said(**mark: Any) -> dict[str, Any]:
-        return {**says("assistant", "two"), **mark}
-
-    nothing = finetuning.MARKED.replace("== 'assistant'", "in ('assistant', 'user')")
-    for words, make in (
-        ("'weight' of a message must be 0 or 1, .* but is 0.5", lambda: read(said(weight=0.5))),
-        (
-            "'weight' and 'train' of a message must be 0 or 1, .* are 1, False",
-            lambda: read(said(weight=1, train=False)),
-        ),
-        ("not to be learned, but all are; give --completions-only", lambda: read(said(weight=0), only=False)),
-        (
-            "to be learned that the assistant does not say",
-            lambda: read({**says("user", "one"), "train": True}, said()),
-        ),
-        (
-            "the assistant says nothing that is marked to be learned",
-            lambda: read(says("user", "one"), said(weight=0)),
-        ),
-        ("unknown which tokens are theirs", lambda: read(says("user", "one"), said(weight=0), template=nothing)),
-    ):
-        with pytest.raises(Refused, match=words):
-            make()
 
 
 def test_a_longer_sequence_leaves_what_the_message_says() -> None:

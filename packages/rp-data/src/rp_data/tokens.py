@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from itertools import compress, islice
@@ -105,7 +105,7 @@ class Reader:
         whole = self._document(sample, tokens)
         if whole.seen is None:
             self._check_text(sample.place, whole.tokens)
-        if not whole.labels or not _says_something(sample):
+        if not whole.labels or not _says_something(sample, self._completions_only):
             raise Refused(f"{sample.place} has nothing to learn: {_why(sample, self._completions_only)}")
         return whole
 
@@ -128,6 +128,7 @@ class Reader:
             self._tokenizer, clock=self._clock, notes=self.notes
         )
         self._check_marks(chat)
+        self.notes.empty += len(_answers(chat)) - sum(map(_is_said, _answers(chat)))
         if chat.images:
             return self._of_seeing(chat, template)
         if not self._completions_only:
@@ -253,10 +254,28 @@ def _places(samples: Sequence[Sample]) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-def _says_something(sample: Sample) -> bool:
-    if isinstance(sample, Text):
-        return bool(sample.text)
-    return isinstance(sample, Chat) or bool(sample.completion)
+def _says_something(sample: Sample, completions_only: bool) -> bool:
+    match sample:
+        case Text():
+            return bool(sample.text)
+        case Completion():
+            return bool(sample.completion)
+        case Chat():
+            return not completions_only or any(map(_is_said, _answers(sample)))
+
+
+def _answers(chat: Chat) -> list[Mapping[str, Any]]:
+    """Return what the assistant says that is learned."""
+    return [
+        message
+        for at, message in enumerate(chat.messages)
+        if at >= chat.prompted and message["role"] == ASSISTANT and chat.marks.get(at, True)
+    ]
+
+
+def _is_said(message: Mapping[str, Any]) -> bool:
+    """Return whether a message says something, or calls a tool."""
+    return any(value for name, value in message.items() if name != "role")
 
 
 def _why(sample: Sample, completions_only: bool) -> str:

@@ -14,14 +14,13 @@ from rp_data.chat.arguments import decoded, encodes, has_text
 from rp_data.chat.clock import stopped
 from rp_data.chat.contents import in_parts, takes_parts
 from rp_data.chat.templates import Template, Templates, for_training, has_trl
-from rp_data.chat.written import check_written, said_in, unread
+from rp_data.chat.written import check_known, check_written, said_in, unread
 from rp_data.notes import Notes
 from rp_data.offsets import Span, Tokenized, tokenized
 from rp_data.samples import Chat
 
 ASSISTANT = "assistant"
-_CALLS = "tool_calls"
-_BESIDE_CALLS = f"content beside {_CALLS}"
+_BESIDE_CALLS = "content beside tool_calls"
 _LETTERS = ("a", "b")
 _USER = {"role": "user", "content": _LETTERS[0]}
 _INSTEAD = "give --tokenizer one whose template marks the assistant's words with {% generation %}"
@@ -84,12 +83,8 @@ class ChatTemplate:
     def _checked(self, text: _Text, whole: str) -> str:
         """Return the whole text of a conversation. Raises `Refused` if the template leaves out a message."""
         is_whole = check_written(text.chat, whole, text.of)
+        check_known(text.chat, text.template.text)
         names = unread(text.chat, text.template.text)
-        if _CALLS in names:
-            raise Refused(
-                f"{text.chat.place} calls tools ({_CALLS!r}), which the chat template does not write; give "
-                "--tokenizer one whose template does, or leave the row out"
-            )
         self._notes.unread(names if is_whole else [*names, _BESIDE_CALLS])
         return whole
 

@@ -10,11 +10,45 @@ from typing import Any, cast
 
 from rp_trainer.errors import Refused
 
+from rp_data.rows.messages import ASSISTANT
 from rp_data.samples import Chat
 
 Message = Mapping[str, Any]
+# Roles by other names and, spelt otherwise, by their own.
+_MEANT = {
+    "human": "user",
+    "gpt": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "bot": ASSISTANT,
+    "ai": ASSISTANT,
+    "model": ASSISTANT,
+    "observation": "tool",
+    **{name: name for name in ("system", "user", ASSISTANT, "tool", "developer", "function")},
+}
+_CALLS = ("tool_calls", "function_call")
 _THOUGHT = "</think>"
 _PROBE = "probeofamessage"
+
+
+def check_known(chat: Chat, template: str) -> None:
+    """Raise `Refused` for a role that another one is meant by, and for calls of tools, if no template reads them.
+
+    Many templates write the name of any role, and so of ones that the model has never seen.
+    """
+    known = _words(template)
+    for message in chat.messages:
+        meant = _MEANT.get(message["role"].lower())
+        if meant is not None and meant != message["role"] and message["role"] not in known:
+            raise Refused(
+                f"{chat.place} has the role {message['role']!r}, which the chat template does not know; write "
+                f"{meant!r}"
+            )
+        for name in _CALLS:
+            if message.get(name) and name not in known:
+                raise Refused(
+                    f"{chat.place} calls tools ({name!r}), which the chat template does not write; give "
+                    "--tokenizer one whose template does, or leave the row out"
+                )
 
 
 def unread(chat: Chat, template: str) -> list[str]:

@@ -118,6 +118,7 @@ def _of_parts(place: str, parts: Sequence[object]) -> str | list[Message]:
 def _part(place: str, part: object) -> Message:
     given = cast("Message", part if isinstance(part, dict) else {})
     if given.get("type") in (IMAGE, "image_url"):
+        _refuse_other(place, given, (_TEXT,))
         return {"type": IMAGE, GIVEN: {name: given[name] for name in FIELDS if name in given}}
     if given.get("type") in _VIDEOS:
         raise Refused(
@@ -129,7 +130,18 @@ def _part(place: str, part: object) -> Message:
             f"{place}: the 'content' of a message must be text, or parts of type {_TEXT!r} or {IMAGE!r}, but one "
             f"is {part!r:.60}"
         )
+    _refuse_other(place, given, FIELDS)
     return {"type": _TEXT, _TEXT: given[_TEXT]}
+
+
+def _refuse_other(place: str, part: Message, names: Sequence[str]) -> None:
+    """Raise `Refused` for a part that has what its type is not."""
+    found = next((name for name in names if part.get(name)), None)
+    if found is not None:
+        raise Refused(
+            f"{place}: a part of a message has the type {part.get('type', _TEXT)!r}, but {found!r}, too; write "
+            "two parts"
+        )
 
 
 def _of_share_gpt(place: str, given: Message) -> Message:
@@ -137,6 +149,9 @@ def _of_share_gpt(place: str, given: Message) -> Message:
     if not isinstance(speaker, str) or speaker not in _SPEAKERS:
         raise Refused(f"{place}: 'from' must be one of {', '.join(_SPEAKERS)}, but is {speaker!r:.60}")
     rest = {name: one for name, one in given.items() if name not in ("from", "value")}
+    if "content" in rest and "value" in given:
+        raise Refused(f"{place}: a message has both 'value' and 'content'; leave one of them out")
+    value = rest.pop("content", value)
     if speaker == _CALL:
         return {"role": ASSISTANT, "tool_calls": _calls(place, value), **rest}
     return {"role": _SPEAKERS[speaker], "content": value, **rest}

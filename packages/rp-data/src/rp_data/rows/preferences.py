@@ -12,13 +12,11 @@ from rp_trainer.errors import Refused
 from rp_data.rows.beside import after_system, listed, variables_of
 from rp_data.rows.images import columns
 from rp_data.rows.messages import ASSISTANT, SYSTEM, USER, Message, messages_in, messages_of, says
-from rp_data.rows.shapes import Row, asked_of
+from rp_data.rows.shapes import JUDGED, Row, asked_of
 
 # Text, or what was said.
 Side = str | list[Message]
 _CHOSEN, _REJECTED, _COMPLETION = "chosen", "rejected", "completion"
-# Names of data sets and of LLaMA-Factory for what an answer is: good or bad.
-_LABELS = ("label", "kto_tag")
 _TRUTHS: dict[object, bool] = {1: True, 0: False, "true": True, "false": False, "1": True, "0": False}
 _WANTED = "'chosen' and 'rejected', or 'label' beside 'completion', 'output', 'messages' or 'conversations'"
 _ASKED = ("prompt", "question", "instruction")
@@ -62,7 +60,7 @@ def preference_of(option: str, place: str, row: Row) -> Preference:
         raise Refused(f"{where}: 'system' must be text, but is a {type(row['system']).__name__}")
     if _CHOSEN in row and _REJECTED in row:
         return _pair(option, place, row)
-    if not set(_LABELS) & set(row) or not {_COMPLETION, "output", *_CONVERSATIONS} & set(row):
+    if not set(JUDGED) & set(row) or not {_COMPLETION, "output", *_CONVERSATIONS} & set(row):
         raise Refused(f"{where} must have {_WANTED}, but has {', '.join(map(repr, row)) or 'nothing'}")
     return _judged(option, place, row)
 
@@ -112,7 +110,7 @@ def _in_conversation(option: str, place: str, row: Row, is_good: bool) -> Prefer
 
 
 def _label(where: str, row: Row) -> bool:
-    found = {name: _truth(where, name, row[name]) for name in _LABELS if name in row}
+    found = {name: _truth(where, name, row[name]) for name in JUDGED if name in row}
     if len({*found.values()}) > 1:
         raise Refused(f"{where}: 'label' and 'kto_tag' must say the same, but are {found}; leave one of them out")
     return next(iter(found.values()))

@@ -19,6 +19,8 @@ from rp_data.samples import Chat, Completion, Sample, Text
 Row = Mapping[str, Any]
 _PREFERENCES = ("chosen", "rejected")
 _UNREAD = ("videos", "audios")
+# Names of data sets and of LLaMA-Factory for whether an answer is good.
+JUDGED = ("label", "kto_tag")
 _ALPACA = ("input", "history")
 # Of Stanford's Alpaca: https://github.com/tatsu-lab/stanford_alpaca#data-release
 _BELOW = "Below is an instruction that describes a task"
@@ -36,6 +38,11 @@ def sample_of(option: str, place: str, row: Row, folder: Path | None = None) -> 
 
     Raises `Refused` for other names, and for fields of other types.
     """
+    if any(row.get(name) is False for name in JUDGED):
+        raise Refused(
+            f"{option} {place} is said to be a bad answer, which trainers learn from (docs/how-to/preferences.md)"
+            "; for this command, leave it out"
+        )
     for names, convert in _SHAPES.items():
         if all(name in row for name in names):
             return _seeing(option, row, convert(option, place, row), folder or Path())

@@ -1,0 +1,151 @@
+"""Mistakes in data that would be learned silently: they are refused by row, or told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import finetuning
+import pytest
+from rp_data.documents import Documents
+from rp_data.rows.documents import read_samples, samples_of
+from rp_data.samples import Chat, Sample, Text
+from rp_data.tokens import Reader
+from rp_trainer.errors import Refused
+
+
+def says(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def samples(*rows: Mapping[str, Any]) -> list[Sample]:
+    return list(samples_of("--data", "a", rows))
+
+
+def test_what_a_row_has_beside_its_messages_is_read_also_as_json_or_refused() -> None:
+    talk = [says("user", "one"), says("assistant", "two")]
+    tools, documents, variables = [{"name": "add"}], [{"title": "three"}], {"enable_thinking": False}
+    beside = {"tools": tools, "documents": documents, "chat_template_kwargs": variables}
+
+    for row in (beside, {name: json.dumps(value) for name, value in beside.items()}):
+        (sample,) = samples({"messages": talk, **row})
+        assert isinstance(sample, Chat)
+        assert (sample.tools, sample.documents, sample.options) == (tools, documents, variables)
+    empty, alone = samples(
+        {"messages": talk, "tools": "", "system": "", "chat_template_kwargs": ""},
+        {"instruction": "one", "output": "two", "tools": tools},
+    )
+    assert empty == Chat("a:1", talk)
+    assert isinstance(alone, Chat)
+    assert alone.plain is None
+    for row in (
+        {"tools": {"name": "add"}},
+        {"tools": '{"name": "add"}'},
+        {"documents": "three"},
+        {"chat_template_kwargs": [1]},
+        {"chat_template_kwargs": "enable_thinking=false"},
+        {"system": ["six"]},
+        {"system": "six", "messages": [says("system", "seven"), *talk]},
+    ):
+        with pytest.raises(Refused, match=f"^--data a:1: '{next(iter(row))}' must be "):
+            samples({"messages": talk, **row})
+
+
+@pytest.mark.parametrize("template", [finetuning.CHATML, finetuning.MARKED])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss": 0.0, "training": False}])
+def test_a_message_that_is_marked_not_to_be_learned_is_not(template: str, mark: dict[str, Any]) -> None:
+    talk = [
+        {**says("user", "one"), "weight": 0},
+        {**says("assistant", "two"), **mark},
+        {**says("assistant", "three"), "weight": 1},
+        says("assistant", "four"),
+    ]
+    tokenizer = finetuning.tokenizer(template)
+
+    (document,) = Reader(tokenizer, sequence=99, completions_only=True).read(samples({"messages": talk})).all
+
+    labels = document.tensors()[1]
+    assert tokenizer.decode(labels[labels >= 0]) == "three<|im_end|>\nfour<|im_end|>\n"
+
+
+def test_what_would_be_learned_by_mistake_is_refused() -> None:
+    seen = {"type": "text", "text": "one", "image": "a.png"}
+    for row, words in (
+        ({"prompt": "one", "completion": "two", "label": False}, "said to be a bad answer"),
+        ({"messages": [says("user", [seen])]}, "has the type 'text', but 'image', too"),
+        ({"messages": [says("user", [{**seen, "type": "image"}])]}, "has the type 'image', but 'text', too"),
+        ({"conversations": [{"from": "gpt", "value": "one", "content": "two"}]}, "both 'value' and 'content'"),
+    ):
+        with pytest.raises(Refused, match=f"^--data a:1.*{words}"):
+            samples(row)
+
+
+def test_an_answer_that_says_nothing_is_told_and_nothing_else_is_refused() -> None:
+    said = [says("assistant", "two"), says("user", "three")]
+    one, other = ({"messages": [says("user", "one"), *talk, says("assistant", "")]} for talk in ((), said))
+    reader = Reader(finetuning.tokenizer(), sequence=99, completions_only=True)
+
+    with pytest.raises(Refused, match="a:1 has nothing to learn: the assistant says nothing"):
+        reader.read(samples(one))
+    reader.notes.empty = 0
+    reader.read(samples(other))
+
+    assert list(reader.notes.lines("--data")) == ["--data: the assistant says nothing in 1 message, as is learned"]
+
+
+def test_a_mark_that_cannot_be_followed_is_refused() -> None:
+    def read(*talk: Any, only: bool = True, template: str = finetuning.CHATML) -> Documents:
+        reader = Reader(finetuning.tokenizer(template), sequence=99, completions_only=only)
+        return reader.read(samples({"messages": [*talk]}))
+
+    def said(**mark: Any) -> dict[str, Any]:
+        return {**says("assistant", "two"), **mark}
+
+    nothing = finetuning.MARKED.replace("== 'assistant'", "in ('assistant', 'user')")
+    for words, make in (
+        ("'weight' of a message must be 0 or 1, .* but is 0.5", lambda: read(said(weight=0.5))),
+        (
+            "'weight' and 'train' of a message must be 0 or 1, .* are 1, False",
+            lambda: read(said(weight=1, train=False)),
+        ),
+        ("not to be learned, but all are; give --completions-only", lambda: read(said(weight=0), only=False)),
+        (
+            "to be learned that the assistant does not say",
+            lambda: read({**says("user", "one"), "train": True}, said()),
+        ),
+        (
+            "the assistant says nothing that is marked to be learned",
+            lambda: read(says("user", "one"), said(weight=0)),
+        ),
+        ("unknown which tokens are theirs", lambda: read(says("user", "one"), said(weight=0), template=nothing)),
+    ):
+        with pytest.raises(Refused, match=words):
+            make()
+
+
+@pytest.mark.parametrize(
+    "whole", ['{"text": "one"}\n{"text": "two"}', '\n[\n {"messages": []}\n]', '[{"text": "one"}]']
+)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonlines", "a"])
+def test_json_is_not_learned_as_text(name: str, whole: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(whole)
+
+    with pytest.raises(
+        Refused, match=r"has JSON, but would be learned as text, as its name has it; name it .jsonl"
+    ):
+        list(read_samples("--data", [tmp_path / name]))
+    for text in ("[one]", "{}", '{"a": 1}', "{% if a %}"):
+        (tmp_path / name).write_text(text)
+        assert list(read_samples("--data", [tmp_path / name])) == [Text(str(tmp_path / name), text)]
+
+
+def test_a_name_that_is_in_an_object_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "one", "content": "two"}]}')
+
+    with pytest.raises(
+        Refused, match=r"a.jsonl:1 must be one JSON object, but is not: 'content' is in one object twice"
+    ):
+        list(read_samples("--data", [path]))
