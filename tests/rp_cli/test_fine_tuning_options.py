@@ -189,6 +189,39 @@ def test_rates_rise_then_fall_or_stay() -> None:
     assert rates(warm_up=20)[-1] == 0.5
 
 
+def test_what_makes_results_others_than_they_seem_is_told(
+    inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = inputs[inputs.index("--data") + 1]
+    given = [*inputs[:2], "--data", data, data, "--sequence", "8"]
+
+    assert (
+        main(
+            [
+                "train",
+                *given,
+                "--eval-data",
+                data,
+                "--steps",
+                "1",
+                "--warm-up",
+                "9",
+                "--output",
+                str(tmp_path / "a"),
+            ]
+        )
+        == 0
+    )
+    told = capsys.readouterr().out
+    assert main(["prepare", *given, "--output", str(tmp_path / "b")]) == 0
+
+    assert "--warm-up 9 takes longer than the training, which never reaches --lr" in told
+    assert "documents repeat another one" in told
+    assert "are in --data, too, so the held-out loss is that of what is learned" in told
+    for out in (told, capsys.readouterr().out):
+        assert "samples are longer than --sequence 8" in out
+
+
 def test_random_weights_are_said_aloud_and_depend_on_the_seed(
     tmp_path: Path, inputs: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import overload
@@ -140,6 +140,21 @@ class Counts:
         self.lost += 1
         self.needs = min(least, needed), max(most, needed)
 
+    def lines(self, sequence: int) -> Iterator[str]:
+        """Yield what users are told of samples that are longer than a sequence."""
+        if not self.longer:
+            return
+        lost = ""
+        if self.needs is not None:
+            lost = (
+                f"; {self.lost:,} have nothing left to learn and are omitted, which --sequence {self.needs[1]} "
+                "would not do"
+            )
+        yield (
+            f"{self.longer:,} samples are longer than --sequence {sequence}: texts continue in further sequences, "
+            f"others are cut{lost}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Documents:
@@ -187,6 +202,26 @@ class Documents:
         for digest in table_of(self.all).digests:
             whole.update(digest)
         return whole.hexdigest()
+
+
+def repeats(training: Documents, evaluated: Documents | None) -> Iterator[str]:
+    """Yield what users are told of documents that are there several times, by their contents.
+
+    >>> one = Document(array("i", [7, 8]), b"\\1\\1")
+    >>> list(repeats(Documents([one, one], Counts()), None))
+    ['--data: 1 of 2 documents repeats another one']
+    """
+    given = table_of(training.all).digests
+    known = {*given}
+    if (again := len(given) - len(known)) > 0:
+        yield f"--data: {again:,} of {len(given):,} documents repeat{'s' * (again == 1)} another one"
+    if evaluated is not None:
+        told = table_of(evaluated.all).digests
+        if learned := sum(one in known for one in told):
+            yield (
+                f"--eval-data: {learned:,} of {len(told):,} documents are in --data, too, so the held-out loss is "
+                "that of what is learned"
+            )
 
 
 def held_out(documents: Documents, part: float) -> tuple[Documents, Documents]:

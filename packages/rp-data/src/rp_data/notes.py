@@ -18,9 +18,9 @@ class Notes:
     """Notes of one option's data. `skips`: whether bad rows are omitted, instead of refused.
 
     `skipped`, `nulls`, `decoded` and `empty` count rows, keys, conversations and answers; `reasons` are what is
-    wrong with the first bad rows, `first_null` is the place of a key. `templates`: lines about chat templates. `left_out`: how
-    many rows have each field that nothing reads; `left_out_of_chats`: conversations, for names that their template
-    does not read; `files_left_out`: files in folders, by their suffixes.
+    wrong with the first bad rows, `first_null` is the place of a key. `templates`: lines about chat templates.
+    `left_out`: how many rows have each field that nothing reads; `left_out_of_chats`: conversations, for names
+    that their template does not read; `files_left_out`: files in folders, by their suffixes.
     """
 
     skips: bool = False

@@ -68,7 +68,8 @@ def held_out(source: Source, options: EvalOptions) -> HeldOut:
     tokenizer, _, read = read_all(partial(loaded_tokenizer, source), wanted.given, manner, eyes=eyes)
     collator = collator_of(read, eyes.load, eyes.spool)
     documents = read[-1]
-    notes = [*documents.notes.lines(wanted.given[-1][0]), *_changed(wanted, read)]
+    cut = documents.counts.lines(wanted.manner.sequence)
+    notes = [*cut, *documents.notes.lines(wanted.given[-1][0]), *_changed(wanted, read)]
     if wanted.part:
         _, documents = divided(documents, wanted.part)
     check_some(wanted.name, wanted.manner.sequence, documents)

@@ -11,7 +11,7 @@ from typing import Any
 from rp_data.batching.ahead import Ahead
 from rp_data.batching.batches import Sequences, Steps
 from rp_data.batching.collating import Collator, collator_of
-from rp_data.documents import Documents, held_out
+from rp_data.documents import Documents, held_out, repeats
 from rp_data.gathered import Gathered
 from rp_data.images.pictures import Spool
 from rp_data.images.processor import Sight
@@ -99,6 +99,7 @@ def _data(
     collator: Collator | None,
 ) -> Data:
     notes = [*training.notes.lines("--data"), *(evaluated.notes.lines("--eval-data") if evaluated else ())]
+    notes += repeats(training, evaluated) if options.data else ()
     if evaluated is None and options.held_out:
         training, evaluated = held_out(training, options.held_out)
     pad = pad_of(tokenizer)
@@ -155,20 +156,11 @@ def described(options: FineTuning, data: Data) -> str:
         f"data: {counts.samples:,} samples; to train on, {documents.tokens:,} tokens, {documents.labels:,} of "
         f"which are learned, {form} {rows:,} sequences of {options.sequence}{filled}"
     ]
-    if counts.longer:
-        lost = ""
-        if counts.needs is not None:
-            lost = (
-                f"; {counts.lost} have nothing left to learn and are omitted, which --sequence {counts.needs[1]} "
-                "would not do"
-            )
-        lines.append(
-            f"{counts.longer:,} samples are longer than --sequence {options.sequence}: texts continue in further "
-            f"sequences, others are cut{lost}"
-        )
-    lines += data.notes
+    lines += [*counts.lines(options.sequence), *data.notes]
     if not documents.has_end:
         lines.append("the tokenizer has no token for the end of a text, so texts end without one")
     epochs = data.steps * data.batches.rows / rows
     lines.append(f"{data.steps:,} steps of {data.batches.rows} sequences, {epochs:.3g} epochs")
+    if options.warm_up > data.steps:
+        lines.append(f"--warm-up {options.warm_up:g} takes longer than the training, which never reaches --lr")
     return "\n".join(lines)
