@@ -196,6 +196,7 @@ class Runs(Observer):
             # Later calls have no seed, so graphs of this one would not be theirs.
             by_graphs=draws != "perhaps" and manner is USUAL and self.planner.launching.by_graphs,
             frees_graphs=self.planner.launching.frees_graphs,
+            taken_bytes=partial(self.planner.footprint.taken_bytes, batch.size.rows),
             products=products,
             coded=coded,
             first_microbatch=numbers.first,

@@ -124,7 +124,8 @@ class Call:
     in evaluation mode, and has a seed that is drawn only if so. `compares`: whether what layers recompute is
     compared with what forward gave, which `recomputed` tells when the call is over. `manner`: `USUAL` for a
     call of the user's. `by_graphs`: whether graphs launch layers where they can; `graph_work`: what they did;
-    `frees_graphs`: no later call is to have any. `products`: which linear layers multiply in FP8.
+    `frees_graphs`: no later call is to have any; `taken_bytes`: what a microbatch takes in some layers on a device
+    beside weights, with what these keep. `products`: which linear layers multiply in FP8.
     `coded`: the blocks that travel with codes in place of some weights.
     `number`: no other call of the process has it.
     """
@@ -150,6 +151,7 @@ class Call:
     manner: Aside = USUAL
     by_graphs: bool = False
     frees_graphs: bool = False
+    taken_bytes: Callable[[range], int] = lambda _: 0
     graph_work: GraphWork = field(default_factory=GraphWork)
     products: Fp8Products | None = None
     coded: frozenset[Block] = frozenset()

@@ -117,6 +117,10 @@ class Footprint:
         fixed = sum(cost.weight_bytes + cost.gradient_bytes + cost.kept_bytes for cost in layers)
         return fixed + self.working_at(rows)
 
+    def taken_bytes(self, rows: int, layers: range) -> int:
+        """Return what a microbatch takes in these layers beside weights, with what they keep for backward."""
+        return sum(self.kept_bytes(layer, rows) for layer in layers) + self.working_at(rows)
+
     def working_at(self, rows: int) -> int:
         """Return the workspace for `rows`: on a line between measured ones; beyond the largest, in proportion.
 

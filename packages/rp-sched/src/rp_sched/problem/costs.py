@@ -133,12 +133,13 @@ class LayerCost:
         """Device memory that graphs of the layer take in a task that runs backward, beside what others take.
 
         >>> LayerCost(1.0, weight_bytes=100, trainable_bytes=2, kept_bytes=7, replay_launch_ms=0.02).graph_bytes
-        11
+        7
 
-        Sums of gradients stay where graphs add to them while copies leave, and activations lie in a pool of their
-        own. Weights do not count: the memory in which they stay takes the place of that in which they arrive.
+        Activations lie in a pool of their own, and sums of gradients stay where graphs add to them while copies
+        leave, as Python's last run gives its activations back. Weights do not count: the memory in which they
+        stay takes the place of that in which they arrive.
         """
-        return self.gradient_bytes + self.kept_bytes if self.has_graphs else 0
+        return max(self.gradient_bytes, self.kept_bytes) if self.has_graphs else 0
 
 
 def replayed_part(kind: TaskKind, microbatches: int) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -281,13 +280,15 @@ class TaskGraphs:
                 raise NotCapturable(
                     f"their inputs hold a {kind}, which is no tensor and has no hash of its contents"
                 )
-        self._fix(layers)
+        # A pool holds what a run by Python takes beside weights, which follows.
+        taken, pool = self._taken_bytes(layers), self._pool(place)
+        self._fix(layers, taken + max(taken - pool.nbytes, 0))
         before = self._attributes(layers)
         work = CaptureWork(layers, self._plain, self._drawing(layers), self._trains, self._backward)
         try:
             # A cast that an earlier microbatch made is no memory of the graph's.
             with self._call.uncached_autocast():
-                graphs = LayerGraphs(self._device, self._pool(place), work, leaves, treedef)
+                graphs = LayerGraphs(self._device, pool, work, leaves, treedef)
         finally:
             # What was added and counted while it was captured is no gradient.
             self._weights.sums.begin_again()
@@ -319,6 +320,10 @@ class TaskGraphs:
     def _attributes(self, layers: range) -> Attributes:
         return attributes_of([ModuleCopy(*part) for layer in layers for part in self._twins.parts(layer)])
 
+    def _taken_bytes(self, layers: range) -> int:
+        """The bytes that a run of these layers takes beside their weights, by what was measured."""
+        return self._call.taken_bytes(layers if self._trains else range(0))
+
     def _pool(self, place: int) -> GraphPool:
         while len(self._store.pools) <= place:
             self._store.pools.append(self._device.graph_pool())
@@ -326,13 +331,13 @@ class TaskGraphs:
 
     # Memory whose addresses stay
 
-    def _fix(self, layers: range, most: float = math.inf) -> None:
+    def _fix(self, layers: range, nbytes: int) -> None:
         """Wait for the weights of these layers, and have them where graphs read them.
 
-        `most`: the bytes beside them that what follows takes at most.
+        `nbytes`: what follows takes beside them. Refuses graphs where memory is short.
         """
         blocks = list(dict.fromkeys(self._blocks(layers)))
-        self._check_room(sum(self._missing_bytes(block) for block in blocks), most)
+        self._check_room(nbytes + sum(self._missing_bytes(block) for block in blocks))
         for block in blocks:
             self._memory.fix(block, self._fixed(block))
         self._store.graphed.update(blocks)
@@ -365,15 +370,9 @@ class TaskGraphs:
         makes_sums = before.sums is None and self._adds_to(block)
         return memory + (block.layout.numel * sum_dtype(block.layout.dtype).itemsize if makes_sums else 0)
 
-    def _check_room(self, nbytes: int, most: float) -> None:
-        """Refuse graphs where memory is short: their pool holds about what a run takes beside weights.
-
-        `nbytes`: what is not there yet; `most`: what a run takes at most, if that is known.
-        """
-        now = self._device.memory()
+    def _check_room(self, needed: int) -> None:
         # Only graphs use what pools hold.
-        room = self._device.obtainable_bytes() - now.used_bytes - self._store.pool_bytes
-        needed = nbytes + min(max(now.peak_bytes - now.used_bytes, 0), most)
+        room = self._device.obtainable_bytes() - self._device.memory().used_bytes - self._store.pool_bytes
         if room < needed:
             raise NoRoom(f"{needed / 1e9:.1f} GB of device memory are not free, but {room / 1e9:.1f}")
 
@@ -384,7 +383,7 @@ class TaskGraphs:
     ) -> None:
         layers = graphs.layers
         # Its memory is there. A run by Python needs about what the pool holds.
-        self._fix(layers, self._store.pool_bytes)
+        self._fix(layers, min(self._taken_bytes(layers), self._store.pool_bytes))
         self._call.graph_work.is_prepared = True
         grads = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         plain = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
