@@ -15,17 +15,17 @@ from rp_recompute.randomness import RngConsumer
 from rp_recompute.sketch import sketch
 from rp_sched import Task
 from rp_state.block import Block
-from rp_state.gradient import sum_dtype
 from rp_telemetry.layer_times import LayerTimes, ReplayPass
 from rp_telemetry.tracing import NOTHING
-from rp_transfer import GraphPool, NotCapturable, is_out_of_memory
+from rp_transfer import NotCapturable, is_out_of_memory
 
 from rp_engine.device.activations import enter
-from rp_engine.device.memory.graph_store import Entry, FixedBlock
+from rp_engine.device.memory.graph_store import Entry
 from rp_engine.device.weights import Weights
 from rp_engine.errors import ImpureLayer
 from rp_engine.execution.lazy import is_lazy
 from rp_engine.execution.stage.activity import TaskActivity
+from rp_engine.execution.stage.graph_memory import NoRoom, TaskGraphMemory
 from rp_engine.execution.stage.graphable import Graphable, task_reason
 from rp_engine.execution.stage.layer_graphs import CaptureWork, LayerGraphs, tensors_of
 from rp_engine.execution.stage.layer_runs import LayerRuns
@@ -44,10 +44,6 @@ _CHANGED = (
     'Pass it as an input or keep it in a buffer, or use launch="eager"'
 )
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-
-
-class NoRoom(NotCapturable):
-    """Device memory is too short for graphs."""
 
 
 class TaskGraphs:
@@ -72,10 +68,10 @@ class TaskGraphs:
         self._call = call = place.call
         self._device = place.lane.device
         self._twins = place.twins
-        self._store = store = place.twins.graphs
-        self._memory = store.memory_of(block for layer in task.layers for block in call.state.layers[layer].blocks)
+        self._store = place.twins.graphs
         self._task = task
         self._weights = weights
+        self._memory = TaskGraphMemory(place, task, weights)
         self._layers = layers
         self._activity = activity
         self._call_number = self._store.number(call.mode, call.number)
@@ -97,7 +93,7 @@ class TaskGraphs:
             self._tell(task.layers, reason)
             self.is_used = False
         if self.is_used:
-            weights.use_fixed(self._memory)
+            self._memory.use()
 
     def run(self, layers: range, microbatch: int, tree: Any, *, recomputes: bool) -> tuple[int, Any] | None:
         """Replay the first of these layers, if graphs launch them; return how many, and the output of the last.
@@ -144,7 +140,7 @@ class TaskGraphs:
             # Another task may recompute them by Python.
             randomness.drew_on_device.update((consumer, microbatch) for consumer in consumers)
         if graphs.trains:
-            self._added.update(self._blocks(graphs.layers))
+            self._added.update(self._memory.blocks(graphs.layers))
         self._call.graph_work.is_replayed = True
         first = graphs.layers.start
         self._activity.current = (_REPLAY, first, microbatch)
@@ -182,9 +178,6 @@ class TaskGraphs:
             self._may_capture[layer] = known.get(layer, False)
         return self._may_capture[layer]
 
-    def _blocks(self, layers: range) -> list[Block]:
-        return [block for layer in layers for block in self._call.state.layers[layer].blocks]
-
     def _key(self, layers: range, leaves: Sequence[Any], treedef: Any) -> Hashable:
         modules = self._modules(layers)
         # A forward without gradients makes what requires none, and one without seeds draws as the caller does.
@@ -196,7 +189,7 @@ class TaskGraphs:
             kind,
             flags,
             self._call.products,
-            tuple((block in self._call.coded, self._memory.slots[block]) for block in self._blocks(layers)),
+            self._memory.forms(layers),
             self._call.autocast,
             tuple(map(id, modules)),
             treedef,
@@ -281,8 +274,8 @@ class TaskGraphs:
                     f"their inputs hold a {kind}, which is no tensor and has no hash of its contents"
                 )
         # A pool holds what a run by Python takes beside weights, which follows.
-        taken, pool = self._taken_bytes(layers), self._pool(place)
-        self._fix(layers, taken + max(taken - pool.nbytes, 0))
+        taken, pool = self._memory.taken_bytes(layers), self._memory.pool(place)
+        self._memory.fix(layers, taken + max(taken - pool.nbytes, 0))
         before = self._attributes(layers)
         work = CaptureWork(layers, self._plain, self._drawing(layers), self._trains, self._backward)
         try:
@@ -320,62 +313,6 @@ class TaskGraphs:
     def _attributes(self, layers: range) -> Attributes:
         return attributes_of([ModuleCopy(*part) for layer in layers for part in self._twins.parts(layer)])
 
-    def _taken_bytes(self, layers: range) -> int:
-        """The bytes that a run of these layers takes beside their weights, by what was measured."""
-        return self._call.taken_bytes(layers if self._trains else range(0))
-
-    def _pool(self, place: int) -> GraphPool:
-        while len(self._store.pools) <= place:
-            self._store.pools.append(self._device.graph_pool())
-        return self._store.pools[place]
-
-    # Memory whose addresses stay
-
-    def _fix(self, layers: range, nbytes: int) -> None:
-        """Wait for the weights of these layers, and have them where graphs read them.
-
-        `nbytes`: what follows takes beside them. Refuses graphs where memory is short.
-        """
-        blocks = list(dict.fromkeys(self._blocks(layers)))
-        self._check_room(nbytes + sum(self._missing_bytes(block) for block in blocks))
-        for block in blocks:
-            self._memory.fix(block, self._fixed(block))
-        self._store.graphed.update(blocks)
-        for layer in layers:
-            self._weights.bind(self._call.state.layers[layer], training=self._trains)
-        if self._trains:
-            # Now: a graph must not zero them.
-            self._weights.sums.make()
-
-    def _fixed(self, block: Block) -> FixedBlock:
-        before, stream = self._memory.get(block), self._device.compute
-        numel, dtype = self._form(block)
-        memory, sums = before.of(dtype), before.sums
-        if memory is None:
-            memory = self._device.empty((numel,), dtype, stream=stream)
-        if sums is None and self._adds_to(block):
-            sums = self._device.empty((block.layout.numel,), sum_dtype(block.layout.dtype), stream=stream)
-        return FixedBlock({**before.memory, dtype: memory}, sums)
-
-    def _form(self, block: Block) -> tuple[int, torch.dtype]:
-        return block.form(coded=block in self._call.coded)
-
-    def _adds_to(self, block: Block) -> bool:
-        return self._trains and block.kind == "trainable"
-
-    def _missing_bytes(self, block: Block) -> int:
-        before = self._memory.get(block)
-        numel, dtype = self._form(block)
-        memory = 0 if before.of(dtype) is not None else numel * dtype.itemsize
-        makes_sums = before.sums is None and self._adds_to(block)
-        return memory + (block.layout.numel * sum_dtype(block.layout.dtype).itemsize if makes_sums else 0)
-
-    def _check_room(self, needed: int) -> None:
-        # Only graphs use what pools hold.
-        room = self._device.obtainable_bytes() - self._device.memory().used_bytes - self._store.pool_bytes
-        if room < needed:
-            raise NoRoom(f"{needed / 1e9:.1f} GB of device memory are not free, but {room / 1e9:.1f}")
-
     # The trial
 
     def _try(
@@ -383,7 +320,7 @@ class TaskGraphs:
     ) -> None:
         layers = graphs.layers
         # Its memory is there. A run by Python needs about what the pool holds.
-        self._fix(layers, min(self._taken_bytes(layers), self._store.pool_bytes))
+        self._memory.fix(layers, min(self._memory.taken_bytes(layers), self._store.pool_bytes))
         self._call.graph_work.is_prepared = True
         grads = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         plain = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -430,11 +367,13 @@ class TaskGraphs:
         with self._backward():
             torch.autograd.backward(ends, [end.detach().clone() for end in ends])
         found.append(sketch([leaf.grad for leaf in grad_leaves if leaf is not None], device))
-        return found, [sketch([sums], device) for sums in self._weights.sums.of(self._blocks(graphs.layers))]
+        return found, [
+            sketch([sums], device) for sums in self._weights.sums.of(self._memory.blocks(graphs.layers))
+        ]
 
     def _eps(self, layers: range, leaves: Sequence[Any]) -> float:
         dtypes = {leaf.dtype for leaf in tensors_of(leaves)}
-        dtypes |= {block.layout.dtype for block in self._blocks(layers)}
+        dtypes |= {block.layout.dtype for block in self._memory.blocks(layers)}
         return max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
 
 
