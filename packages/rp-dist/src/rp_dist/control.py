@@ -23,7 +23,7 @@ from rp_dist.ending import Ending, why_lost
 from rp_dist.errors import Disagreement, DistError, MachineLost
 from rp_dist.heard import Heard
 from rp_dist.links import interfaces
-from rp_dist.links.door import Door, Unknown
+from rp_dist.links.door import ClosedDoor, Door, Unknown
 from rp_dist.links.frames import Link
 from rp_dist.links.introduce import introduce
 from rp_dist.links.secret import Secret
@@ -70,8 +70,7 @@ class Control:
         self._links: dict[int, Link] = {}
         # Where this machine listens; None for all addresses, or if it does not.
         self.address: str | None = None
-        self._door: Door | None = None
-        self._remarks: list[str] = []
+        self._door = ClosedDoor()
         self._selector = selectors.DefaultSelector()
         self._wakes, self._woken = socket.socketpair()
         self._woken.setblocking(False)
@@ -86,15 +85,14 @@ class Control:
 
     def listen(self, address: str | None) -> None:
         """Accept other machines at an address (None: at all) until all have come. To be called before `start`."""
-        if self._door is not None:
-            self._door.close()
+        self._door.closed()
         self.address = address
         self._door = Door(self._selector, address)
 
     @property
     def place(self) -> tuple[str, int]:
         """The address (empty: all) and the port at which this machine listens; port 0 if it does not."""
-        return ("", 0) if self._door is None else (self._door.address, self._door.port)
+        return self._door.address, self._door.port
 
     def hello(self) -> list[Any]:
         """Return the message in which this machine introduces itself."""
@@ -166,8 +164,7 @@ class Control:
 
     def remarks(self) -> str:
         """Return what was noticed of connections that were dropped, as the end of a sentence; empty for none."""
-        found = self._remarks + ([] if self._door is None else self._door.remarks())
-        return "".join(f"; {remark}" for remark in found)
+        return "".join(f"; {remark}" for remark in self._door.remarks())
 
     def tell(self, message: object) -> None:
         """Send a message to all machines. Raises `InvalidTransfer` for what JSON cannot hold."""
@@ -253,8 +250,7 @@ class Control:
         while not self.ending.has_ended:
             for link in list(self._links.values()):
                 self._select_events(link)
-            is_crowded = self._door is not None and self._door.is_busy
-            self._serve_all(min(beat_at - time.monotonic(), _CROWDED_S if is_crowded else self._beat_s))
+            self._serve_all(min(beat_at - time.monotonic(), _CROWDED_S if self._door.is_busy else self._beat_s))
             now = time.monotonic()
             if now >= beat_at:
                 self._beat()
@@ -263,15 +259,11 @@ class Control:
             self._look_after_door()
 
     def _look_after_door(self) -> None:
-        if self._door is None:
-            return
         if self.missing() and not self.ending.has_error:
             self._door.sweep()
         else:
             # Nobody else may come now, so nobody else takes files or time.
-            self._remarks += self._door.remarks()
-            door, self._door = self._door, None
-            door.close()
+            self._door = self._door.closed()
 
     def _serve_all(self, seconds: float) -> None:
         for key, mask in self._selector.select(max(0.0, seconds)):
@@ -320,7 +312,7 @@ class Control:
 
     def _serve_unknown(self, unknown: Unknown) -> None:
         # An earlier one of the same round may have ended the opening.
-        if (door := self._door) is None or not door.knows(unknown):
+        if not isinstance(door := self._door, Door) or not door.knows(unknown):
             return
         link: Link | None = None
         try:
@@ -392,10 +384,7 @@ class Control:
         return True
 
     def _shut(self) -> None:
-        if self._door is not None:
-            self._remarks += self._door.remarks()
-            door, self._door = self._door, None
-            door.close()
+        self._door = self._door.closed()
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, Link):
                 key.data.close()

@@ -11,7 +11,7 @@ import logging
 import selectors
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -46,7 +46,33 @@ class Unknown:
         self.address = interfaces.plain(str(sock.getpeername()[0]))
 
 
-class Door:
+class ClosedDoor:
+    """Of a machine that does not listen, not yet or no more: nobody comes. `remarked`: what was noticed before."""
+
+    address: str = ""
+    port: int = 0
+
+    def __init__(self, remarked: Sequence[str] = ()) -> None:
+        self._remarked = remarked
+
+    def sweep(self) -> None:
+        """Nobody is here."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `sweep` has something to do within fractions of a second."""
+        return False
+
+    def remarks(self) -> list[str]:
+        """What was noticed of connections that were dropped; any thread may ask."""
+        return list(self._remarked)
+
+    def closed(self) -> ClosedDoor:
+        """Listen no longer; return what is there then, which has the same remarks."""
+        return self
+
+
+class Door(ClosedDoor):
     """Listens on `address` (all addresses if it is None). `secret`, `run`: what hellos must be made with.
 
     All methods are for one thread.
@@ -189,8 +215,8 @@ class Door:
         """What was noticed of connections that were dropped; any thread may ask."""
         return list(self._remarks.values())
 
-    def close(self) -> None:
-        """Listen no longer, and close the connections that are unknown."""
+    def closed(self) -> ClosedDoor:
+        """Listen no longer, and close the connections that are unknown; return what is there then."""
         for unknown in list(self._unknown):
             self._forget(unknown)
             unknown.socket.close()
@@ -198,3 +224,4 @@ class Door:
             self._selector.unregister(self._listener)
             self._is_watched = False
         self._listener.close()
+        return ClosedDoor(self.remarks())
