@@ -24,12 +24,9 @@ from rp_calls import (
     training_config,
     with_loss,
 )
-from rp_checkpoint import ModelFacts
 from rp_engine import (
     Arrivals,
-    CallTime,
     Engine,
-    LaunchDecision,
     LossFn,
     RoundPipeRunConfig,
     Runtime,
@@ -38,21 +35,20 @@ from rp_engine import (
 )
 from rp_engine.wrapping import Compute, FrozenDisk, MasterKind, PinMode, check_compute
 from rp_optim import Disk
-from rp_packing import Decision, Fp8
-from rp_sched import LayerCost, Mode
+from rp_packing import Fp8
 from torch import nn
 
-from roundpipe.models.base import RoundPipeBase, wrappers
+from roundpipe.models.base import wrappers
 from roundpipe.models.calls.cached import CachedCalls, refuse_gradients
+from roundpipe.models.calls.on_engine import OnOneEngine
 from roundpipe.models.calls.surroundings import check_call, tell_no_cache
 from roundpipe.models.calls.untraced import untraced
-from roundpipe.models.saved.facts import facts_of, take_settings
 from roundpipe.models.unfit import refuse_unfit
 from roundpipe.models.wrapped.options import WrapOptions, given_config
 from roundpipe.models.wrapped.row import row_of
 
 
-class RoundPipe(RoundPipeBase):
+class RoundPipe(OnOneEngine):
     """Trains a model whose weights, gradients and optimizer state stay in host memory.
 
     Args:
@@ -118,9 +114,6 @@ class RoundPipe(RoundPipeBase):
 
     Raises `ValueError` or `TypeError` for an unsupported model or an invalid setting.
     """
-
-    model_run_config: RoundPipeRunConfig
-    _engine: Engine
 
     def __init__(
         self,
@@ -342,62 +335,6 @@ class RoundPipe(RoundPipeBase):
         self._tell_no_cache(asked.args, asked.kwargs)
         self._refuse_call(asked.kwargs)
         return asked
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that runs the calls; for `AutoRoundPipe` models that contain this one."""
-        return self._engine
-
-    def checkpoint_facts(self) -> ModelFacts:
-        """Return how the model was trained, for its checkpoints."""
-        return facts_of(self.named_model, self.optim_dtype, {"": self})
-
-    def take_settings(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on as was decided in the training of a checkpoint that is loaded. `settings`: its, by part."""
-        take_settings({"": self}, settings)
-
-    @property
-    def compute_decision(self) -> Decision | None:
-        """How linear layers multiply with ``compute="auto"``, and why, in words: its `recipe` and `reason`.
-
-        >>> with Runtime("cpu:1") as runtime:
-        ...     RoundPipe(nn.Linear(4, 4), runtime=runtime, compute="auto").compute_decision
-
-        None until the first call that trains has decided it, and in models that were never told ``"auto"``.
-        """
-        return self._engine.auto_compute.decision
-
-    @property
-    def launch_decision(self) -> LaunchDecision | None:
-        """Whether graphs launch the last training call's kind with ``launch="auto"``, and why, in words.
-
-        >>> with Runtime("cpu:1") as runtime:
-        ...     RoundPipe(nn.Linear(4, 4), runtime=runtime).launch_decision
-
-        None until the first nine calls are measured, and on CPU devices, which have no choice.
-        """
-        return self._engine.launch_decision
-
-    @property
-    def num_microbatch(self) -> int | None:
-        """Microbatches per batch in `model_run_config`; None: chosen at the first call, or devices + 1."""
-        count = self.model_run_config.num_microbatch
-        return None if count == "auto" else count
-
-    def layer_costs(self, run_type: Mode = "fused") -> list[LayerCost]:
-        """Return the planner's cost of each layer: measured in calls of this type, else guessed from sizes."""
-        return self._engine.layer_costs(run_type)
-
-    def call_times(self) -> list[CallTime]:
-        """Return what the latest plan of each kind of call promises that a call takes, and what calls took.
-
-        >>> with Runtime("cpu:1") as runtime:
-        ...     RoundPipe(nn.Linear(4, 4), runtime=runtime).call_times()
-        []
-
-        Promises are simulated when this is called. Calls count once they are over: ask after `synchronize()`.
-        """
-        return self._engine.call_times()
 
     def refuse(self, arguments: Mapping[str, str]) -> None:
         """Refuse these keyword arguments of calls from now on; each has the reason."""
