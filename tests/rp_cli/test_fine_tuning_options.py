@@ -194,28 +194,14 @@ def test_what_makes_results_others_than_they_seem_is_told(
 ) -> None:
     data = inputs[inputs.index("--data") + 1]
     given = [*inputs[:2], "--data", data, data, "--sequence", "8"]
+    shown = ["--eval-data", data, "--steps", "1", "--warm-up", "9", "--dtype", "bfloat16"]
 
-    assert (
-        main(
-            [
-                "train",
-                *given,
-                "--eval-data",
-                data,
-                "--steps",
-                "1",
-                "--warm-up",
-                "9",
-                "--output",
-                str(tmp_path / "a"),
-            ]
-        )
-        == 0
-    )
+    assert main(["train", *given, *shown, "--output", str(tmp_path / "a")]) == 0
     told = capsys.readouterr().out
     assert main(["prepare", *given, "--output", str(tmp_path / "b")]) == 0
 
     assert "--warm-up 9 takes longer than the training, which never reaches --lr" in told
+    assert "has weights in float32, which are rounded; --dtype float32 keeps them" in told
     assert "documents repeat another one" in told
     assert "are in --data, too, so the held-out loss is that of what is learned" in told
     for out in (told, capsys.readouterr().out):

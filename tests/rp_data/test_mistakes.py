@@ -14,6 +14,8 @@ from rp_data.rows.documents import read_samples, samples_of
 from rp_data.samples import Chat, Sample, Text
 from rp_data.tokens import Reader
 from rp_trainer.errors import Refused
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 
 def says(role: str, content: Any) -> dict[str, Any]:
@@ -123,6 +125,28 @@ def test_a_mark_that_cannot_be_followed_is_refused() -> None:
     ):
         with pytest.raises(Refused, match=words):
             make()
+
+
+def test_letters_that_the_tokenizer_does_not_know_are_counted() -> None:
+    words = Tokenizer(models.WordLevel({"?": 0, "one": 1, ".": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    for unknown, told in (
+        ("?", ["--data: 2 tokens stand for letters that the tokenizer does not know"]),
+        (".", []),
+    ):
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=".", unk_token=unknown)
+        reader = Reader(tokenizer, sequence=9, completions_only=False)
+        reader.read(samples({"text": "one two one three"}))
+        assert list(reader.notes.lines("--data")) == told
+
+
+def test_a_folder_of_other_files_is_refused_with_their_names(tmp_path: Path) -> None:
+    (tmp_path / "data.arrow").touch()
+
+    with pytest.raises(
+        Refused, match=r"has no files that end with .*; name others yourself, such as .*data.arrow"
+    ):
+        list(read_samples("--data", [tmp_path]))
 
 
 @pytest.mark.parametrize(

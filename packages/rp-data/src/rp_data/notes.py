@@ -17,8 +17,9 @@ _MOST_NAMES, _NAMES_SHOWN = 1000, 8
 class Notes:
     """Notes of one option's data. `skips`: whether bad rows are omitted, instead of refused.
 
-    `skipped`, `nulls`, `decoded` and `empty` count rows, keys, conversations and answers; `reasons` are what is
-    wrong with the first bad rows, `first_null` is the place of a key. `templates`: lines about chat templates.
+    `skipped`, `nulls`, `decoded`, `empty` and `unknown` count rows, keys, conversations, answers and tokens;
+    `reasons` are what is wrong with the first bad rows, `first_null` is the place of a key. `templates`: lines
+    about chat templates.
     `left_out`: how many rows have each field that nothing reads; `left_out_of_chats`: conversations, for names
     that their template does not read; `files_left_out`: files in folders, by their suffixes.
     """
@@ -30,6 +31,7 @@ class Notes:
     first_null: str = ""
     decoded: int = 0
     empty: int = 0
+    unknown: int = 0
     templates: list[str] = field(default_factory=list[str])
     left_out: dict[str, int] = field(default_factory=dict[str, int])
     left_out_of_chats: dict[str, int] = field(default_factory=dict[str, int])
@@ -88,6 +90,8 @@ class Notes:
                 f"{option}: arguments of tools were text in {self.decoded:,} conversations, and are decoded, "
                 "since the chat template encodes them itself"
             )
+        if self.unknown:
+            yield f"{option}: {_number(self.unknown, 'tokens')} stand for letters that the tokenizer does not know"
         if self.empty:
             yield f"{option}: the assistant says nothing in {_number(self.empty, 'messages')}, as is learned"
         yield from (f"{option}: {line}" for line in self.templates)

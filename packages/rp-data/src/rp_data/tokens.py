@@ -64,6 +64,9 @@ class Reader:
         self._end: int | None = tokenizer.eos_token_id
         self._begin: int | None = tokenizer.bos_token_id
         self._template: ChatTemplate | None = None
+        marks = (self._end, self._begin, tokenizer.pad_token_id)
+        # Some tokenizers have one token for both.
+        self._unknown: int | None = None if tokenizer.unk_token_id in marks else tokenizer.unk_token_id
 
     def read(self, samples: Iterable[Sample]) -> Documents:
         """Convert samples. Raises `Refused`, with the sample's place, for one that has nothing to learn."""
@@ -107,6 +110,8 @@ class Reader:
             self._check_text(sample.place, whole.tokens)
         if not whole.labels or not _says_something(sample, self._completions_only):
             raise Refused(f"{sample.place} has nothing to learn: {_why(sample, self._completions_only)}")
+        if self._unknown is not None:
+            self.notes.unknown += whole.tokens.count(self._unknown)
         return whole
 
     def _document(self, sample: Sample, tokens: list[int]) -> Document:

@@ -253,6 +253,9 @@ def _made(
     config = config_of(config_file(options), is_stored=options.pack == STORED)
     maker = model_class(config, with_images=with_images)
     if has_weights(options):
+        if dtype == torch.bfloat16 and config.dtype in (torch.float32, torch.float16) and options.pack is None:
+            kind = str(config.dtype).removeprefix("torch.")
+            print(f"--model {options.model} has weights in {kind}, which are rounded; --dtype float32 keeps them")
         own: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False, "pack": options.pack}
         # Packed weights that stay as stored are put together elsewhere.
         loader: Any = maker if options.pack == STORED else _Whole(maker)

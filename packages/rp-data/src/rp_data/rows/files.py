@@ -64,7 +64,9 @@ def _in_folder(option: str, path: Path, notes: Notes) -> list[Path]:
     )
     known = [file for file in visible if kind_of(file) in _IN_FOLDERS]
     if not known:
-        raise Refused(f"{option} {path} has no files that end with {', '.join(sorted(_IN_FOLDERS))}")
+        stored = next((file for file in visible if kind_of(file) in (ARROW, JSON)), None)
+        hint = "" if stored is None else f"; name others yourself, such as {stored}"
+        raise Refused(f"{option} {path} has no files that end with {', '.join(sorted(_IN_FOLDERS))}{hint}")
     notes.passed_over(file.suffix or file.name for file in visible if kind_of(file) not in _IN_FOLDERS)
     return known
 
