@@ -199,6 +199,7 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     "a module that is nowhere": ("qwen3", ["--modules-to-save", "heads"], "no module named heads"),
     "dropout on experts": ("qwen3-moe", ["--lora-dropout", "0.1"], "--lora-dropout cannot be used with adapters"),
     "DoRA on experts": ("gpt-oss", ["--dora"], "--dora cannot be used with adapters on mlp.experts.down_proj, "),
+    "biases where there are none": ("qwen3", ["--lora-bias", "all"], "biases, but the model has none; omit it"),
     "biases on experts": ("mixtral", ["--lora-bias", "adapters"], "--lora-bias adapters cannot be used with"),
 }  # fmt: skip
 

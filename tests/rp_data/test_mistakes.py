@@ -143,9 +143,7 @@ def test_letters_that_the_tokenizer_does_not_know_are_counted() -> None:
 def test_a_folder_of_other_files_is_refused_with_their_names(tmp_path: Path) -> None:
     (tmp_path / "data.arrow").touch()
 
-    with pytest.raises(
-        Refused, match=r"has no files that end with .*; name others yourself, such as .*data.arrow"
-    ):
+    with pytest.raises(Refused, match=r"no files that end with .*; name others yourself, such as .*data.arrow"):
         list(read_samples("--data", [tmp_path]))
 
 

@@ -51,7 +51,17 @@ def adapt(model: nn.Module, adapters: Adapters | Continued) -> nn.Module:
         _check_whole_weights(converted(model, settings), adapters)
         is_meta = any(parameter.is_meta for parameter in model.parameters())
         with torch.device("meta") if is_meta else nullcontext(), _quiet():
-            return cast(nn.Module, add(model, _config(settings)))
+            made = cast(nn.Module, add(model, _config(settings)))
+    _check_biases(made, adapters.bias)
+    return made
+
+
+def _check_biases(made: nn.Module, bias: str) -> None:
+    """Refuse biases to train where there are none, as in most language models."""
+    given = (one.requires_grad for name, one in made.named_parameters() if name.endswith("bias"))
+    if bias != "none" and not any(given):
+        where = "layers that have adapters have" if bias == "lora_only" else "model has"
+        raise Refused(f"--lora-bias {bias} trains biases, but the {where} none; omit it")
 
 
 def _continued(model: Any, folder: Path) -> nn.Module:
