@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from finetuning import json_lines, make_model, words
+from finetuning import CHATML, chats, json_lines, make_model, words
 from rp_cli.main import main
 from rp_cli.talking.speaker import Speaker
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -128,6 +128,37 @@ def test_tokens_are_chosen_as_the_models_config_says(model: Path, tmp_path: Path
         found.append(completions(output))
 
     assert found[0] == found[1] != found[2]
+
+
+def test_conversations_have_what_those_of_data_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tools = [{"type": "function", "function": {"name": "sat", "parameters": {}}}]
+    template = "{% if tools %}{{ tools[0]['function']['name'] }} {% endif %}{{ mood }} " + CHATML
+    model = make_model(tmp_path / "model", template=template)
+    rows = [
+        {"messages": [{"role": "user", "content": "one"}], "tools": tools, "id": None},
+        {"conversations": [{"from": "human", "value": "one"}], "chat_template_kwargs": {"mood": "on"}},
+        {"prompt": [{"role": "user", "content": "one"}], "system": "the cat", "documents": [{"text": "a"}]},
+    ]
+    (tmp_path / "prompts.json").write_text(json.dumps(rows), encoding="utf-8-sig")
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    asked = [
+        *[[{"role": "user", "content": "one"}]] * 2,
+        [{"role": "system", "content": "the cat"}, *rows[2]["prompt"]],
+    ]
+    given: list[dict[str, Any]] = [{"tools": tools}, {"mood": "on"}, {}]
+    forms = [
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)
+        for messages, more in zip(asked, given, strict=True)
+    ]
+
+    assert generate(model, tmp_path / "prompts.json", tmp_path / "said.jsonl") == 0
+
+    said = plainly(model, forms, is_form=True)
+    assert completions(tmp_path / "said.jsonl") == [
+        {**row, "completion": one} for row, one in zip(rows, said, strict=True)
+    ]
+    assert len({*said}) == 3
+    assert "--prompts: the chat template does not read 'documents' (1 conversations)" in capsys.readouterr().err
 
 
 def test_a_text_file_has_a_prompt_a_line(model: Path, tmp_path: Path) -> None:
@@ -372,10 +403,19 @@ REFUSALS = [
     (["MODEL", "--base", "MODEL"], "--base is the model of an adapter, but"),
     (["MODEL", "--prompts", "none.txt"], "--prompts none.txt cannot be read"),
     (["MODEL", "--prompts", "BAD"], "must have 'prompt', a text, or 'messages' with 'role' and 'content'"),
+    (
+        ["MODEL", "--prompts", "ANSWERED"],
+        "answered.jsonl:1 must end with what is asked, but ends with the assistant's",
+    ),
+    (["MODEL", "--prompts", "EMPTY_SAID"], "each message must have a 'role' and a 'content', but one is"),
+    (
+        ["MODEL", "--prompts", "PROMPTS", "--system", "s"],
+        "prompts.jsonl:1 is a text; give JSON lines with 'messages'",
+    ),
     (["MODEL", "--output", "no/where.jsonl"], "--output no/where.jsonl must be in a folder that is there"),
     (["MODEL", "--output", "PROMPTS"], "is there already; take another name, or --overwrite"),
     (["MODEL", "--greedy", "--top-k", "3"], "--top-k and --greedy exclude each other"),
-    (["MODEL", "--prompts", "TEXT", "--system", "s"], "--system begins conversations, but --prompts has texts"),
+    (["MODEL", "--prompts", "TEXT", "--system", "s"], "--system begins conversations, but --prompts"),
     (["MODEL", "--devices", "abacus"], "devices must read 'cuda'"),
 ]
 
@@ -391,6 +431,10 @@ def test_what_cannot_be_used_is_refused_in_a_line(
         "EMPTY": str(tmp_path / "empty"),
         "TEXT": str(tmp_path / "text.txt"),
         "PROMPTS": str(json_lines(tmp_path / "prompts.jsonl", PROMPTS)),
+        "ANSWERED": str(json_lines(tmp_path / "answered.jsonl", chats(1))),
+        "EMPTY_SAID": str(
+            json_lines(tmp_path / "empty.jsonl", [{"messages": [{"role": "user", "content": None}]}])
+        ),
         "BAD": str(json_lines(tmp_path / "bad.jsonl", [{"question": "why"}])),
     }
     run, *more = (places.get(each, each) for each in given)

@@ -9,10 +9,12 @@ from typing import Any
 
 from rp_data.images.decoding import decoded
 from rp_data.images.sources import Source
+from rp_data.rows.messages import Message
+from rp_data.samples import Chat
 from rp_trainer.errors import Refused
 
 from rp_cli.talking.options import ChatOptions
-from rp_cli.talking.speaker import Message, Speaker, speaking
+from rp_cli.talking.speaker import Speaker, speaking
 
 _HELP = "/reset begins anew, /save FILE writes the conversation as a line of JSON, /exit or Ctrl-D ends"
 _SHOWING = "/image FILE shows an image with what you say next, "
@@ -70,7 +72,9 @@ class Conversation:
         asked: list[Message] = [*self.messages, {"role": "user", "content": self._content(line)}]
         images = [*self._images, *(image for _, image in self._waiting)]
         try:
-            said = self._said(self._speaker.text_of(asked) if self._speaker.talks else line, images)
+            said = self._said(
+                self._speaker.text_of(Chat("the conversation", asked)) if self._speaker.talks else line, images
+            )
         except Refused as refusal:
             print(f"roundpipe: {refusal}", file=sys.stderr, flush=True)
         except KeyboardInterrupt:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
 import torch
+from rp_data.images.decoding import decoded
+from rp_data.notes import Notes
+from rp_data.rows.prompts import Prompt, read_prompts
+from rp_data.samples import Chat
 from rp_strangers.refusing import refusing
 from rp_trainer.errors import Refused
 from tqdm import tqdm
 
 from rp_cli.talking.options import GenerateOptions
-from rp_cli.talking.prompts import Prompt, prompts_in
 from rp_cli.talking.speaker import Speaker, speaking
 from rp_cli.talking.unfinished import Unfinished
 
@@ -23,7 +27,8 @@ def generate(options: GenerateOptions) -> None:
     The file has its name once it has all of them. Raises `Refused` before anything is loaded for files that cannot
     be read or written.
     """
-    prompts = prompts_in(options.prompts, options.system)
+    prompts = read_prompts("--prompts", options.prompts, options.system)
+    notes = Notes()
     _check_output(options)
     output = Unfinished(options.output, [prompt.row for prompt in prompts])
     if options.resume:
@@ -37,7 +42,7 @@ def generate(options: GenerateOptions) -> None:
     first = max(number for number, start in enumerate(starts) if start <= output.num_done)
     with (
         output.written(starts[first]),
-        speaking(options, with_images=any(prompt.images for prompt in prompts)) as speaker,
+        speaking(options, with_images=any(_kind(prompt)[1] for prompt in prompts), notes=notes) as speaker,
         tqdm(
             total=len(prompts), initial=starts[first], desc="generate", unit="prompt", disable=options.quiet
         ) as bar,
@@ -47,6 +52,8 @@ def generate(options: GenerateOptions) -> None:
             torch.manual_seed(options.seed + start)  # pyright: ignore[reportUnknownMemberType]
             output.add(_completed(speaker, batch))
             bar.update(len(batch))
+    for line in notes.lines("--prompts"):
+        print(f"roundpipe: {line}", file=sys.stderr, flush=True)
     if not options.quiet:
         print(f"{len(prompts)} completions are in {options.output}", flush=True)
 
@@ -65,21 +72,30 @@ def _batches(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]
     """Prompts in their order, those that are completed together of one kind."""
     batch: list[Prompt] = []
     for prompt in prompts:
-        if batch and (len(batch) == size or batch[0].kind != prompt.kind):
+        if batch and (len(batch) == size or _kind(batch[0]) != _kind(prompt)):
             yield batch
             batch = []
         batch.append(prompt)
     yield batch
 
 
+def _kind(prompt: Prompt) -> tuple[bool, bool]:
+    """What prompts that are completed together have in common: whether they are texts, and have images."""
+    return isinstance(prompt.asked, str), isinstance(prompt.asked, Chat) and bool(prompt.asked.images)
+
+
 def _completed(speaker: Speaker, batch: Sequence[Prompt]) -> list[str]:
+    asked = [prompt.asked for prompt in batch]
+    with refusing("--prompts ", (Refused,)):
+        texts = [one if isinstance(one, str) else speaker.text_of(one) for one in asked]
+    images = [
+        [decoded(one.place, one.content()[0]) for one in (() if isinstance(chat, str) else chat.images)]
+        for chat in asked
+    ]
+    is_text, shows = _kind(batch[0])
     with refusing(f"{batch[0].place}: ", (Refused,)):
-        is_form = batch[0].text is None
-        texts = [prompt.text or speaker.text_of(prompt.messages) for prompt in batch]
         try:
-            if batch[0].images:
-                return speaker.complete_seen(texts, [prompt.pictures() for prompt in batch])
-            return speaker.complete(texts, is_form=is_form)
+            return speaker.complete_seen(texts, images) if shows else speaker.complete(texts, is_form=not is_text)
         except torch.OutOfMemoryError as error:
             raise Refused(
                 f"with the {len(batch) - 1} prompts after it, it takes more memory than the devices have; try a "

@@ -14,9 +14,10 @@ import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained
 from rp_adapters.making import put_on
 from rp_adapters.vocabulary import grown_for
-from rp_data.chat.contents import in_parts, takes_parts
-from rp_data.chat.ends import ends_of_reply
+from rp_data.chat.turns import ChatTemplate
 from rp_data.images.processor import Sight
+from rp_data.notes import Notes
+from rp_data.samples import Chat
 from rp_estimate.meta.meta_model import config_of
 from rp_estimate.meta.model_class import model_class
 from rp_presets import DamagedFile, UnsupportedModel, check_checkpoint, check_tokenizer, unasked
@@ -34,43 +35,45 @@ from rp_cli.finetune.model import without_bars
 from rp_cli.talking.options import ModelOptions, TalkOptions
 from rp_cli.talking.seeing import sight_in
 
-Message = Mapping[str, Any]
 # Letters of several kinds, many of each: some expressions of tokenizers take for ever on them.
 _PROBE = "".join(100 * letters for letters in ("a", " ", "\n", "1", ".", "aB ", "ä", "字", "!?"))
-_TURNS: list[Message] = [
-    {"role": ("user", "assistant")[turn % 2], "content": _PROBE if turn else "one"} for turn in range(3)
-]
+_CHAT = Chat(
+    "a conversation of some turns",
+    [{"role": ("user", "assistant")[turn % 2], "content": _PROBE if turn else "one"} for turn in range(3)],
+)
 # What they may take, as if they were so much data.
 _TOKENIZER_BYTES, _BYTES_A_LETTER = 2**20, 2**6
 
 
 @dataclass(frozen=True, slots=True)
 class Speaker:
-    """Completes prompts. `sampling`: arguments of `generate`. `sight`: what reads images, if there are some."""
+    """Completes prompts. `sampling`: arguments of `generate`. `template`: of conversations, if there is one.
+
+    `sight`: what reads images, if there are some.
+    """
 
     model: RoundPipe
     tokenizer: Any  # each model has its own class
     sampling: Mapping[str, Any]
+    template: ChatTemplate | None
     sight: Sight | None = None
 
     @property
     def talks(self) -> bool:
         """Whether the tokenizer has a chat template, so that conversations have a form."""
-        return bool(getattr(self.tokenizer, "chat_template", None))
+        return self.template is not None
 
-    def text_of(self, messages: Sequence[Message], *, asks: bool = True) -> str:
-        """A conversation in the model's form; if it `asks`, up to where the assistant begins to speak.
+    def text_of(self, chat: Chat) -> str:
+        """A conversation in the model's form, up to where the assistant begins to speak.
 
         Raises `Refused` for one that the template refuses.
         """
-        if not self.talks:
+        if self.template is None:
             raise Refused(
-                "the tokenizer has no chat template, so conversations have no form; give a 'prompt' in place of "
-                "'messages', or a --tokenizer that has one"
+                f"{chat.place}: the tokenizer has no chat template, so conversations have no form; give a "
+                "'prompt' in place of 'messages', or a --tokenizer that has one"
             )
-
-        render = partial(_rendered, self.tokenizer, asks=asks)
-        return render(in_parts(messages) if takes_parts(render) else messages)
+        return self.template.prompt(chat)
 
     def complete(self, texts: Sequence[str], *, is_form: bool = False, streamer: Any = None) -> list[str]:
         """Complete texts together; return what follows each.
@@ -97,16 +100,18 @@ class Speaker:
         ids, ends = given["input_ids"], self.model.generation_config.eos_token_id
         if not ids.shape[1]:
             raise Refused("a prompt must have at least one token, but has none")
-        if is_form:
-            ends = ends_of_reply(self.tokenizer, partial(self.text_of, asks=False), ends)
+        if is_form and self.template is not None:
+            ends = self.template.ends(_CHAT, ends)
         with refusing(f"{self.model.name} does not generate: "):
             found = self.model.generate(**given, streamer=streamer, eos_token_id=ends, **self.sampling)
         return self.tokenizer.batch_decode(found[:, ids.shape[1] :], skip_special_tokens=True)
 
 
 @contextmanager
-def speaking(options: TalkOptions, *, with_images: bool = False) -> Generator[Speaker]:
+def speaking(options: TalkOptions, *, with_images: bool = False, notes: Notes | None = None) -> Generator[Speaker]:
     """Load what the options name, and let go of the devices at the end. `with_images`: to read some, too.
+
+    `notes`: of what the chat template does not read.
 
     Raises `Refused` for what is not there or cannot be loaded, `HostMemoryShort`.
     """
@@ -118,9 +123,8 @@ def speaking(options: TalkOptions, *, with_images: bool = False) -> Generator[Sp
     with model_of(source, options, with_images=with_images) as model:
         torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
         config = RoundPipeRunConfig(num_microbatch=getattr(options, "microbatches", 1))
-        yield Speaker(
-            model, tokenizer, {**_sampling(options, tokenizer, model), "roundpipe_run_config": config}, sight
-        )
+        sampling = {**_sampling(options, tokenizer, model), "roundpipe_run_config": config}
+        yield Speaker(model, tokenizer, sampling, _template(tokenizer, notes or Notes()), sight)
 
 
 @contextmanager
@@ -141,7 +145,8 @@ def checked_tokenizer(source: Source) -> Any:
         budget.allow(f"the tokenizer in {source.tokenizer}", _TOKENIZER_BYTES)
         tokenizer = loaded_tokenizer(source)
         budget.allow("a conversation of some turns", len(_PROBE) * _BYTES_A_LETTER)
-        tokenizer(_rendered(tokenizer, _TURNS) if tokenizer.chat_template else _PROBE)
+        template = _template(tokenizer, Notes())
+        tokenizer(_PROBE if template is None else template.prompt(_CHAT))
         yield b""
 
     for _ in limited("the tokenizer, or its chat template,", "take another one with --tokenizer", work):
@@ -149,9 +154,8 @@ def checked_tokenizer(source: Source) -> Any:
     return loaded_tokenizer(source)
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Message], *, asks: bool = True) -> str:
-    with refusing_all("the chat template refuses the conversation: ", told):
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asks)
+def _template(tokenizer: Any, notes: Notes) -> ChatTemplate | None:
+    return ChatTemplate(tokenizer, notes=notes) if getattr(tokenizer, "chat_template", None) else None
 
 
 def loaded_tokenizer(source: Source) -> Any:

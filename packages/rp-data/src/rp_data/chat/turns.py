@@ -13,6 +13,7 @@ from rp_trainer.errors import Refused
 from rp_data.chat.arguments import decoded, encodes, has_text
 from rp_data.chat.clock import stopped
 from rp_data.chat.contents import in_parts, takes_parts
+from rp_data.chat.ends import ends_of_reply
 from rp_data.chat.templates import Template, Templates, for_training, has_trl
 from rp_data.chat.written import check_known, check_written, said_in, unread
 from rp_data.notes import Notes
@@ -40,6 +41,21 @@ class ChatTemplate:
         self._templates = Templates(tokenizer)
         self._encodes: dict[Template, bool] = {}
         self._takes_parts: dict[Template, bool] = {}
+
+    def prompt(self, chat: Chat) -> str:
+        """Return the text of a conversation, up to where the assistant begins to speak.
+
+        Raises `Refused` for one that the template refuses, or leaves out in part.
+        """
+        text = self._text_of(chat, self._templates.of(chat))
+        return self._checked(text, text.of(text.chat.messages, prompts=True))
+
+    def ends(self, chat: Chat, known: int | Sequence[int] | None) -> list[int] | None:
+        """Return the tokens that end a reply to a conversation: those that are `known`, and the template's own.
+
+        See `ends_of_reply`.
+        """
+        return ends_of_reply(self._tokenizer, self._text_of(chat, self._templates.of(chat)).of, known)
 
     def tokens(self, chat: Chat) -> list[int]:
         """Return the tokens of the whole conversation."""

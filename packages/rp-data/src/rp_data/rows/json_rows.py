@@ -50,12 +50,12 @@ def _of_line(option: str, place: str, line: bytes) -> tuple[Mapping[str, Any] | 
     # A list, or the first line of an object in several.
     is_begun = text.lstrip().startswith("[") or text.strip() == "{"
     hint = "; write one object a line, or a list of objects into a file named .json" if is_begun else ""
-    return _object(f"{option} {place}", _parsed(f"{option} {place} must be one JSON object", text, hint))
+    return _object(f"{option} {place}", read_json(f"{option} {place} must be one JSON object", text, hint))
 
 
 def _members(option: str, file: Path, notes: Notes) -> Iterator[Row]:
     text = decoded(option, str(file), content(option, file))
-    for number, member in enumerate(_parsed(f"{option} {file} must be a list of JSON objects", text), 1):
+    for number, member in enumerate(read_json(f"{option} {file} must be a list of JSON objects", text), 1):
         place = f"{file}, object {number}"
         read = notes.attempt(lambda place=place, member=member: _object(f"{option} {place}", member))
         if read is not None:
@@ -63,7 +63,12 @@ def _members(option: str, file: Path, notes: Notes) -> Iterator[Row]:
             yield place, read[0]
 
 
-def _parsed(wanted: str, text: str, hint: str = "") -> Any:
+def read_json(wanted: str, text: str, hint: str = "") -> Any:
+    """Return what a text of JSON says. Raises `Refused`, which begins with what is `wanted`, for other texts.
+
+    >>> read_json("a:1 must be one JSON object", '{"text": "one"}')
+    {'text': 'one'}
+    """
     try:
         value: object = json.loads(text, object_pairs_hook=_once)
         if "\\ud" in text.lower():

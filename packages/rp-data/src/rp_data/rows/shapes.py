@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from rp_trainer.errors import Refused
 
@@ -17,6 +17,7 @@ from rp_data.rows.messages import ASSISTANT, USER, Message, messages_in, message
 from rp_data.samples import Chat, Completion, Sample, Text
 
 Row = Mapping[str, Any]
+_Sample = TypeVar("_Sample", bound=Sample)
 _PREFERENCES = ("chosen", "rejected")
 _UNREAD = ("videos", "audios")
 # Names of data sets and of LLaMA-Factory for whether an answer is good.
@@ -45,7 +46,7 @@ def sample_of(option: str, place: str, row: Row, folder: Path | None = None) -> 
         )
     for names, convert in _SHAPES.items():
         if all(name in row for name in names):
-            return _seeing(option, row, convert(option, place, row), folder or Path())
+            return seeing(option, row, convert(option, place, row), folder or Path())
     found = ", ".join(map(repr, row)) or "nothing"
     if set(_PREFERENCES) <= set(row):
         raise Refused(
@@ -72,14 +73,14 @@ def ignored(row: Row, sample: Sample) -> list[str]:
     return [name for name in row if name not in shape and name not in beside]
 
 
-def _seeing(option: str, row: Row, sample: Sample, folder: Path) -> Sample:
+def seeing(option: str, row: Row, sample: _Sample, folder: Path) -> _Sample:
     """Return a sample with the images of its row. Raises `Refused` for what would not be seen."""
     for name in _UNREAD:
         if isinstance(row.get(name), list) and row[name]:
             raise Refused(f"{option} {sample.place} has {name}, which are not read; leave the row out")
     if isinstance(sample, Chat):
         messages, images = with_images(f"{option} {sample.place}", row, sample.messages, folder)
-        return replace(sample, messages=messages, images=images) if images else sample
+        return cast("_Sample", replace(sample, messages=messages, images=images)) if images else sample
     if names := columns(row):
         raise Refused(
             f"{option} {sample.place} has images, which need a conversation; write it as 'messages', or leave "
@@ -89,14 +90,19 @@ def _seeing(option: str, row: Row, sample: Sample, folder: Path) -> Sample:
 
 
 def _of_messages(option: str, place: str, row: Row) -> Chat:
-    return _of_said(option, place, row, "messages")
+    return conversation_of(option, place, row, "messages")
 
 
 def _of_conversations(option: str, place: str, row: Row) -> Chat:
-    return _of_said(option, place, row, "conversations")
+    return conversation_of(option, place, row, "conversations")
 
 
-def _of_said(option: str, place: str, row: Row, name: str) -> Chat:
+def conversation_of(option: str, place: str, row: Row, name: str) -> Chat:
+    """Return the conversation in a field, with what the row has beside it but images.
+
+    >>> conversation_of("--data", "a:1", {"said": [{"from": "human", "value": "one"}]}, "said").messages
+    [{'role': 'user', 'content': 'one'}]
+    """
     where = f"{option} {place}"
     return _chat(option, place, row, after_system(where, row, messages_of(where, name, row[name])))
 
