@@ -53,7 +53,9 @@ class Ours:
             "master": program.master,
             "step_in_backward": program.steps_inside,
         }
-        config = RoundPipeRunConfig(num_microbatch=program.microbatches, recompute_grain=program.grain)
+        config = RoundPipeRunConfig(
+            num_microbatch=program.microbatches, recompute_grain=program.grain, launch=program.launch
+        )
         match program.wrap:
             case "row":
                 return RoundPipe(self.module, model_run_config=self._planned(config, len(self.module)), **options)

@@ -54,7 +54,8 @@ class Program:
 
     `plan`: None, ``"layers"`` for one stage a layer, or the seed of a random plan. `wrap`: how it is wrapped;
     "flat" takes nested rows apart, "parts" a module, "whole" makes a module one layer. `steps_inside`: the
-    optimizer steps in each training call.
+    optimizer steps in each training call. `launch`: of its calls; with graphs a loop is made often enough for
+    replays.
     """
 
     seed: int
@@ -79,6 +80,7 @@ class Program:
     double_buffer: bool | None = None
     pin: str = "alloc"
     wrap: Literal["row", "nested", "flat", "parts", "whole"] = "row"
+    launch: Literal["eager", "graphs"] = "eager"
 
     @property
     def is_coarse(self) -> bool:
@@ -138,6 +140,7 @@ class Program:
             f"{self.dtype}",
             f"wrap {self.wrap}",
             f"pin {self.pin}",
+            f"launch {self.launch}",
         }
         named |= {f"segment {segment}" if not self.is_apart else f"step {segment}" for segment in self.segments}
         named |= {f"op {op.what}" for op in self.loop}
@@ -197,7 +200,11 @@ def draw(seed: int) -> Program:
     if drawn.optim_dtype == "fp32" and chance.random() < 0.5:
         # Asynchronous steps of halves need second blocks.
         drawn = replace(drawn, master="split", pin="alloc", double_buffer=chance.choice([None, True]))
-    return replace(drawn, loop=_draw_loop(chance, drawn))
+    drawn = replace(drawn, loop=_draw_loop(chance, drawn))
+    if (drawn.microbatches or 1) > 2 and chance.random() < 0.4:
+        # Seen, captured and tried before they are replayed.
+        return replace(drawn, launch="graphs", loop=(*drawn.loop[:-1] * 4, drawn.loop[-1]))
+    return drawn
 
 
 def _draw_apart(chance: random.Random, seed: int) -> Program:
