@@ -11,9 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 import rp_sched
-from rp_packing import packed_weights
 from rp_sched import Launching, LayerCost, Limits, Mode, Plan, Task, counts_of, fastest_count
-from rp_state.layers import LayerState
 from rp_state.model_state import ModelState
 from rp_telemetry.call_span import CallSpan
 from rp_telemetry.launch_times import Launches
@@ -25,21 +23,15 @@ from rp_engine.device.memory.weight_cache import WeightCache
 from rp_engine.planning.adaptive import PlanInUse
 from rp_engine.planning.call_log import CallLog
 from rp_engine.planning.footprint import Footprint, resident_bytes
+from rp_engine.planning.guesses import at_most, guessed_cost, in_real_time, may_write, slowest_gb_s
 from rp_engine.planning.plan_cache import NO_PLAN_CACHE, PlanCache
-from rp_engine.planning.pricing import FORWARD_PART, LAUNCH_MS, REPLAY_LAUNCH_MS, Pricing
+from rp_engine.planning.pricing import Pricing
 from rp_engine.planning.with_state import assign_layers, stateful_tasks
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.settings.execute_plan import ModelExecutePlan
 from rp_engine.settings.run_config import RoundPipeRunConfig
 
 _LOG = logging.getLogger(__name__)
-# Guessed costs until times are measured; only their ratio matters, also to the guessed link (`pricing`). A byte of
-# weights takes this many ms in a microbatch's forward pass: about right for 4096 tokens on an H100 with PCIe 5.
-_FORWARD_MS_PER_BYTE = 1e-6
-# The same in real time and by row, for choosing the number of microbatches, which also depends on launch times.
-# A byte of weights takes this many ms for a row on an H100; a link of PCIe 5 moves this many 10^9 bytes a second.
-_REAL_FORWARD_MS = 1e-8 / 4096
-_REAL_LINK_GB_S = 50.0
 # Until layers are measured, plans allow for this many times the guessed bytes of kept activations, which are
 # guessed from the widths of weights alone.
 _UNMEASURED = 4
@@ -316,7 +308,7 @@ class Planner:
 
     def _plan(self, mode: Mode, size: CallSize) -> PlanInUse:
         # Whether a layer writes its buffers is only known after it has run.
-        writers = tuple(layer.index for layer in self._state.layers if _may_write(layer))
+        writers = tuple(layer.index for layer in self._state.layers if may_write(layer))
         rows = _rounded_up(size.rows)
         key = (mode, size.microbatches, writers, rows if self._sees_memory else 0)
         layers = self.launching.layers(mode, size.microbatches)
@@ -358,20 +350,12 @@ class Planner:
     def _real_problem(self, rows: int, count: int) -> tuple[list[LayerCost], Limits]:
         """Return guessed costs and limits, in real time, if `rows` are split into `count` microbatches."""
         part = -(-rows // count)
-        costs = [
-            replace(
-                cost,
-                forward_ms=_REAL_FORWARD_MS * part * (cost.weight_bytes + 1),
-                backward_ms=2 * _REAL_FORWARD_MS * part * (cost.weight_bytes + 1),
-                forward_launch_ms=FORWARD_PART * LAUNCH_MS,
-                recompute_launch_ms=FORWARD_PART * LAUNCH_MS,
-                backward_launch_ms=(1 - FORWARD_PART) * LAUNCH_MS,
-            )
-            for cost in self._guesses(part)
-        ]
-        limits = self.pricing.limits(costs)
-        ups, downs = self._runtime.measurements.rates().up_gb_s, self._runtime.measurements.rates().down_gb_s
-        return costs, replace(limits, upload_gb_s=_least(ups), download_gb_s=_least(downs))
+        costs, rates = (
+            [in_real_time(cost, part) for cost in self._guesses(part)],
+            self._runtime.measurements.rates(),
+        )
+        up_gb_s, down_gb_s = slowest_gb_s(rates.up_gb_s), slowest_gb_s(rates.down_gb_s)
+        return costs, replace(self.pricing.limits(costs), upload_gb_s=up_gb_s, download_gb_s=down_gb_s)
 
     def costs(self, mode: Mode) -> list[LayerCost]:
         """Return the assumed cost of each layer: measured if calls of this mode were, otherwise guessed."""
@@ -385,15 +369,7 @@ class Planner:
         return list(copy.deepcopy(best).costs(guesses))
 
     def _guesses(self, rows: int, by_graphs: frozenset[int] = frozenset()) -> list[LayerCost]:
-        return [
-            _guessed_cost(
-                layer,
-                self.footprint.kept_bytes(layer.index, rows),
-                self.footprint.spared_bytes([layer.index]),
-                replay_launch_ms=REPLAY_LAUNCH_MS if layer.index in by_graphs else None,
-            )
-            for layer in self._state.layers
-        ]
+        return [guessed_cost(layer, self.footprint, rows, by_graphs) for layer in self._state.layers]
 
     def _problem(
         self, mode: Mode, rows: int, by_graphs: frozenset[int] = frozenset()
@@ -407,7 +383,7 @@ class Planner:
         limits = self.pricing.limits(costs, rows, is_known=caution == 1)
         budget = limits.device_memory_bytes
         assert budget is not None
-        return [_at_most(cost, budget) for cost in costs], limits
+        return [at_most(cost, budget) for cost in costs], limits
 
     def _new_plan(self, mode: Mode, microbatches: int, rows: int) -> PlanInUse:
         timer = self._timer(mode, microbatches)
@@ -434,11 +410,6 @@ class Planner:
         return max(rows / (_rounded_up(self.footprint.most_rows) * _MORE_ROWS), 1)
 
 
-def _least(rates: Sequence[float | None]) -> float:
-    """Return the rate of the slowest measured link; a guess if none was measured."""
-    return min((rate for rate in rates if rate is not None), default=_REAL_LINK_GB_S)
-
-
 def _shapes(tasks: Sequence[Task], rows: int) -> set[object]:
     """Return the properties of tasks that their memory depends on, whatever their devices."""
     return {(_rounded_up(rows), task.kind, task.layers, len(task.microbatches)) for task in tasks}
@@ -447,13 +418,6 @@ def _shapes(tasks: Sequence[Task], rows: int) -> set[object]:
 def _rounded_up(rows: int) -> int:
     # To a quarter power of two, so that batches of similar length share a plan.
     return math.ceil(2 ** (math.ceil(4 * math.log2(rows)) / 4))
-
-
-def _at_most(cost: LayerCost, budget: int) -> LayerCost:
-    # Never refuse a single layer because of a guess: torch's allocator decides whether it fits when it runs.
-    room = max(budget - cost.weight_bytes - cost.gradient_bytes, 0)
-    replay_launch_ms = cost.replay_launch_ms if cost.kept_bytes + cost.graph_bytes <= room else None
-    return replace(cost, kept_bytes=min(cost.kept_bytes, room), replay_launch_ms=replay_launch_ms)
 
 
 def _for_mode(plan: Plan, mode: Mode) -> Plan:
@@ -471,24 +435,3 @@ def _from(lowest: int, task: Task) -> Task:
     """Return a backward task without the layers below `lowest`, which need neither recomputation nor weights."""
     start, stop = task.layers.start, task.layers.stop
     return replace(task, layers=range(lowest, stop)) if task.recomputes and start < lowest else task
-
-
-def _may_write(layer: LayerState) -> bool:
-    return any(block.kind == "buffer" and not block.is_read_only for block in layer.blocks)
-
-
-def _guessed_cost(
-    layer: LayerState, kept_bytes: int, spared_bytes: int = 0, *, replay_launch_ms: float | None = None
-) -> LayerCost:
-    # A block that several layers share is uploaded once for a stage, so only its last layer counts it.
-    own = [block for block in layer.blocks if max(block.users) == layer.index]
-    nbytes = sum(block.nbytes for block in own)
-    expanded = sum(one.expanded_nbytes - one.packed_nbytes for one in packed_weights(layer.module))
-    return LayerCost(
-        _FORWARD_MS_PER_BYTE * (nbytes + expanded + 1),
-        weight_bytes=nbytes - spared_bytes,
-        trainable_bytes=sum(block.nbytes for block in own if block.kind == "trainable"),
-        kept_bytes=kept_bytes,
-        writes_buffers=_may_write(layer),
-        replay_launch_ms=replay_launch_ms,
-    )
