@@ -67,6 +67,24 @@ class Scaled(Residual):
         return super().forward(x) * self.scales[0]
 
 
+class Expands(ReadsOnHost):
+    """Returns a tensor whose elements share memory."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[:, :1].expand(-1, 8)
+
+
+class Caches(Residual):
+    """Keeps a tensor that no module registers."""
+
+    cached: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.cached is None:
+            self.cached = torch.arange(8.0, device=x.device)
+        return super().forward(x) + self.cached
+
+
 class WithMask(nn.Module):
     """Passes a tensor on beside its output."""
 
@@ -237,6 +255,16 @@ def test_layers_that_cannot_be_captured_run_as_they_are(
     told = [record.getMessage() for record in caplog.records if "run without graphs" in record.getMessage()]
     assert len(told) == 1
     assert "reads values of the device on the host" in told[0]
+
+
+@on_few_devices
+def test_inputs_that_share_memory_and_cached_tensors_are_no_trouble(
+    runtime: Runtime, replays: list[range]
+) -> None:
+    layers, plan = row(Residual(), Expands(), Residual(), Caches(), Residual()), PLANS["all fused"]
+    expected = trained(runtime, layers, "eager", plan, steps=30)
+    assert_same(trained(runtime, layers, "graphs", plan, steps=30), expected)
+    assert {layer for span in replays for layer in span} >= {0, 3, 4}
 
 
 def test_what_python_decides_anew_is_found_before_a_graph_is_used(runtime: Runtime, replays: list[range]) -> None:

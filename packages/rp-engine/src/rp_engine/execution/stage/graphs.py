@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import rp_batch
 import torch
-from rp_recompute.attributes import Attributes, ModuleCopy, attributes_of
+from rp_recompute.attributes import Attributes, ModuleCopy, attributes_of, changes
 from rp_recompute.randomness import RngConsumer
 from rp_recompute.sketch import sketch
 from rp_sched import Task
@@ -285,7 +285,7 @@ class TaskGraphs:
         finally:
             # What was added and counted while it was captured is no gradient.
             self._weights.sums.begin_again()
-        if self._attributes(layers) != before:
+        if changes(before, self._attributes(layers)):
             graphs.close()
             raise NotCapturable("they change plain attributes, which a replay does not")
         return graphs

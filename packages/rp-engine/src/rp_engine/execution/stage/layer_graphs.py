@@ -183,6 +183,8 @@ def tensors_of(leaves: Iterable[Any]) -> list[torch.Tensor]:
 
 def _held(leaf: torch.Tensor) -> torch.Tensor:
     """Memory of its own for an input, laid out as the input is, with its values: a layer may index by them."""
+    if any(size > 1 and not stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True)):
+        raise NotCapturable("elements of their inputs share memory, such as of an expanded tensor")
     memory = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
     return memory.copy_(leaf.detach())
 
