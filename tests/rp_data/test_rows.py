@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from rp_data.documents import Documents
 from rp_data.notes import Notes
 from rp_data.rows.documents import read_samples, samples_of
-from rp_data.rows.json_rows import json_rows
-from rp_data.rows.nulls import without_nulls
+from rp_data.rows.json_rows import json_rows, without_nulls
 from rp_data.rows.tables import stored_rows
 from rp_data.samples import Chat, Completion, Sample, Text
 from rp_data.tokens import Reader

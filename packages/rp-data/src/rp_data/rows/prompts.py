@@ -13,9 +13,8 @@ from rp_data.notes import Notes
 from rp_data.rows.documents import rows_of
 from rp_data.rows.files import JSON, JSON_LINES, content, decoded, kind_of
 from rp_data.rows.images import columns
-from rp_data.rows.json_rows import read_json
+from rp_data.rows.json_rows import read_json, without_nulls
 from rp_data.rows.messages import ASSISTANT, SYSTEM, parsed, says
-from rp_data.rows.nulls import without_nulls
 from rp_data.rows.shapes import conversation_of, seeing
 from rp_data.samples import Chat
 

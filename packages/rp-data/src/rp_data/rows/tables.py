@@ -15,8 +15,7 @@ from rp_trainer.errors import Refused
 
 from rp_data.notes import Notes
 from rp_data.rows.files import ARROW, TABLES, kind_of, opened
-from rp_data.rows.json_rows import Row
-from rp_data.rows.nulls import without_nulls
+from rp_data.rows.json_rows import Row, without_nulls
 
 # The module's own limit, 128 KB, is less than many a text.
 _MOST_FIELD_BYTES = 2**31 - 1
