@@ -107,6 +107,23 @@ def test_what_has_no_data_says_so(
     assert "--tasks needs lm-eval: pip install lm-eval" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("family", "given", "words"),
+    [
+        ("gpt-oss", [], "--no-packing must be given: a GptOssForCausalLM does not keep packed documents apart"),
+        ("bert", ["--no-packing"], "must be a language model, in which no token sees later ones"),
+        ("gpt2", ["--sequence", "1025"], "--sequence must be at most 1024, the positions that the model has"),
+    ],
+)
+def test_a_loss_that_would_be_another_is_refused(
+    family: str, given: list[str], words: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(make_model(tmp_path / "model", family))
+
+    assert main(["eval", folder, "--data", str(data), "--sequence", "64", *given]) == 2
+    assert words in capsys.readouterr().err
+
+
 # lm-eval
 
 

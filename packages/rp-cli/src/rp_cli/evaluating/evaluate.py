@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from roundpipe import RoundPipe
+from rp_estimate.meta.meta_model import check_positions
 from rp_reports.terminal import say
 from rp_sources.sources import Source, source_of
 from rp_trainer.errors import Refused
@@ -17,6 +18,8 @@ from tqdm import tqdm
 
 from rp_cli.evaluating.held_out import HeldOut, held_out
 from rp_cli.evaluating.options import EvalOptions
+from rp_cli.finetune.causality import check_causality
+from rp_cli.finetune.forecast import vocabulary_of
 from rp_cli.talking.speaker import checked_tokenizer, model_of
 
 
@@ -31,6 +34,9 @@ def _of_loss(source: Source, options: EvalOptions) -> None:
     for note in data.notes:
         say(note, sys.stderr)
     with model_of(source, options, with_images=data.has_images) as model:
+        check_positions(model.named_model, data.size)
+        if not data.has_images:
+            check_causality(model, vocabulary_of(model.named_model), is_packed=data.is_packed)
         loss = _loss(model, data, options)
     found: dict[str, Any] = {
         "loss": loss,

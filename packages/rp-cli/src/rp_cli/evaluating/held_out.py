@@ -32,7 +32,7 @@ _SEQUENCE = 2048
 class HeldOut:
     """What to evaluate on. `name`: what users call it; `size`: tokens of a sequence; `learned`: that count.
 
-    `has_images`: whether the model must read some.
+    `has_images`: whether the model must read some. `is_packed`: whether documents are, as many as fit.
     """
 
     evaluation: Evaluation
@@ -43,6 +43,7 @@ class HeldOut:
     learned: int
     notes: Sequence[str]
     has_images: bool
+    is_packed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +74,18 @@ def held_out(source: Source, options: EvalOptions) -> HeldOut:
     if wanted.part:
         _, documents = divided(documents, wanted.part)
     check_some(wanted.name, wanted.manner.sequence, documents)
-    sequences = Sequences(
-        documents,
-        size=wanted.manner.sequence,
-        packing=wanted.packing and collator is None,
-        seed=wanted.seed,
-        collator=collator,
-    )
+    size, is_packed = wanted.manner.sequence, wanted.packing and collator is None
+    sequences = Sequences(documents, size=size, packing=is_packed, seed=wanted.seed, collator=collator)
     return HeldOut(
         Evaluation(sequences.batches(options.batch, pad_of(tokenizer))),
         wanted.name,
-        wanted.manner.sequence,
+        size,
         sequences.in_epoch,
         documents.tokens,
         documents.labels,
         notes,
         collator is not None,
+        is_packed,
     )
 
 
