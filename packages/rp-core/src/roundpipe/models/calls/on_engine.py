@@ -38,8 +38,9 @@ class OnOneEngine(RoundPipeBase):
         """How linear layers multiply with ``compute="auto"``, and why, in words: its `recipe` and `reason`.
 
         >>> from roundpipe import RoundPipe, Runtime
+        >>> from torch import nn
         >>> with Runtime("cpu:1") as runtime:
-        ...     RoundPipe(torch.nn.Linear(4, 4), runtime=runtime, compute="auto").compute_decision
+        ...     RoundPipe(nn.Linear(4, 4), runtime=runtime, compute="auto").compute_decision
 
         None until the first call that trains has decided it, and in models that were never told ``"auto"``.
         """
@@ -50,8 +51,9 @@ class OnOneEngine(RoundPipeBase):
         """Whether graphs launch the last training call's kind with ``launch="auto"``, and why, in words.
 
         >>> from roundpipe import RoundPipe, Runtime
+        >>> from torch import nn
         >>> with Runtime("cpu:1") as runtime:
-        ...     RoundPipe(torch.nn.Linear(4, 4), runtime=runtime).launch_decision
+        ...     RoundPipe(nn.Linear(4, 4), runtime=runtime).launch_decision
 
         None until the first nine calls are measured, and on CPU devices, which have no choice.
         """
@@ -71,8 +73,9 @@ class OnOneEngine(RoundPipeBase):
         """Return what the latest plan of each kind of call promises that a call takes, and what calls took.
 
         >>> from roundpipe import RoundPipe, Runtime
+        >>> from torch import nn
         >>> with Runtime("cpu:1") as runtime:
-        ...     RoundPipe(torch.nn.Linear(4, 4), runtime=runtime).call_times()
+        ...     RoundPipe(nn.Linear(4, 4), runtime=runtime).call_times()
         []
 
         Promises are simulated when this is called. Calls count once they are over: ask after `synchronize()`.
