@@ -69,16 +69,17 @@ def attributes(walked: Walk) -> list[object]:
     found: list[object] = []
     for module in (module for modules in walked for module in modules):
         for name, value in vars(module).items():
-            if name not in _OWN:
-                found += (name, value, *_content(value))
+            if name in _OWN:
+                continue
+            found += (name, value)
+            # No function of its own: a model with adapters has ten thousand of them, looked at in each call.
+            if isinstance(value, dict):
+                entries = cast("dict[object, object]", value)
+                found.extend(entries)
+                found.extend(entries.values())
+            elif isinstance(value, list | set):
+                found.extend(cast("Iterable[object]", value))
     return found
-
-
-def _content(value: object) -> Iterable[object]:
-    if isinstance(value, dict):
-        entries = cast("dict[object, object]", value)
-        return (*entries.keys(), *entries.values())
-    return cast("Iterable[object]", value) if isinstance(value, list | set) else ()
 
 
 def training_flags(walked: Walk) -> tuple[tuple[bool, ...], ...]:
