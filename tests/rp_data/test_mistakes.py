@@ -82,6 +82,7 @@ def test_what_would_be_learned_by_mistake_is_refused() -> None:
     ):
         with pytest.raises(Refused, match=f"^--data a:1.*{words}"):
             samples(row)
+    assert samples({"text": "one", "label": False}) == [Text("a:1", "one")]
 
 
 def test_an_answer_that_says_nothing_is_told_and_nothing_else_is_refused() -> None:

@@ -39,13 +39,9 @@ def sample_of(option: str, place: str, row: Row, folder: Path | None = None) -> 
 
     Raises `Refused` for other names, and for fields of other types.
     """
-    if any(row.get(name) is False for name in JUDGED):
-        raise Refused(
-            f"{option} {place} is said to be a bad answer, which trainers learn from (docs/how-to/preferences.md)"
-            "; for this command, leave it out"
-        )
     for names, convert in _SHAPES.items():
         if all(name in row for name in names):
+            _check_good(option, place, row, names)
             return seeing(option, row, convert(option, place, row), folder or Path())
     found = ", ".join(map(repr, row)) or "nothing"
     if set(_PREFERENCES) <= set(row):
@@ -54,6 +50,15 @@ def sample_of(option: str, place: str, row: Row, folder: Path | None = None) -> 
             "for this command, rename 'chosen' to 'messages' or 'completion'"
         )
     raise Refused(f"{option} {place} must have {_WANTED}, but has {found}")
+
+
+def _check_good(option: str, place: str, row: Row, names: Sequence[str]) -> None:
+    """Refuse answers that are said to be bad. Labels of texts may be anything."""
+    if names != ("text",) and any(row.get(name) is False for name in JUDGED):
+        raise Refused(
+            f"{option} {place} is said to be a bad answer, which trainers learn from (docs/how-to/preferences.md)"
+            "; for this command, leave it out"
+        )
 
 
 def has_form(row: Row) -> bool:
