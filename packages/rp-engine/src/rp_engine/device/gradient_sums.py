@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter, sub
@@ -14,7 +14,7 @@ from rp_telemetry.tracing import Tracer
 from rp_telemetry.transfer_times import UNTIMED, Untimed
 from rp_transfer import Ticket
 
-from rp_engine.device.memory.graph_store import NO_MEMORY
+from rp_engine.device.memory.graph_store import NOT_FIXED, FixedBlock
 from rp_engine.device.replica import Twins, attach, detach
 from rp_engine.device.transfers import Delivery
 from rp_engine.runtime.lane import Lane
@@ -81,7 +81,7 @@ class GradientSums:
         # Bytes of the weights whose gradient sums are on the device.
         self.nbytes = 0
         # Memory that graphs know by address.
-        self.fixed = NO_MEMORY
+        self.fixed: Mapping[Block, FixedBlock] = {}
 
     def expect(self, block: Block) -> None:
         """Let `make` allocate the sums of a block whose weights are bound for training."""
@@ -102,7 +102,7 @@ class GradientSums:
         return self._tracer.waiting(self._device, "memory", "the gradients before these to leave the device")
 
     def _zeros(self, block: Block) -> _Sums:
-        layout, memory = block.layout, self.fixed.get(block).sums
+        layout, memory = block.layout, self.fixed.get(block, NOT_FIXED).sums
         if memory is not None:
             self._device.compute.touch(write=(memory,), what="gradients of graphs")
         else:
@@ -200,7 +200,7 @@ class GradientSums:
     def _out_of_fixed(self, block: Block) -> torch.Tensor:
         """The memory of a block's sums, or a copy of those that graphs add to: the next task zeroes them."""
         memory = self._sums[block].memory
-        if memory is not self.fixed.get(block).sums:
+        if memory is not self.fixed.get(block, NOT_FIXED).sums:
             return memory
         own = self._device.empty(memory.shape, memory.dtype, stream=self._device.compute)
         self._device.compute.touch(write=(own,), what="gradients")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from rp_transfer import Event, Ticket
 
 from rp_engine.device.gradient_sums import GradientSums
 from rp_engine.device.memory.fp8_twins import Fp8Products
-from rp_engine.device.memory.graph_store import NO_MEMORY, TaskMemory
+from rp_engine.device.memory.graph_store import NOT_FIXED, FixedBlock
 from rp_engine.device.memory.weight_cache import NoWeightCache, WeightCache
 from rp_engine.device.replica import Twins
 from rp_engine.device.transfers import bring, bring_again, save, upload_from_disk, upload_from_host
@@ -79,9 +79,9 @@ class Weights:
         self._bound: dict[Block, torch.Tensor] = {}
         self._addresses: set[int] = set()
         self._written: set[Block] = set()
-        self._fixed = NO_MEMORY
+        self._fixed: Mapping[Block, FixedBlock] = {}
 
-    def use_fixed(self, fixed: TaskMemory) -> None:
+    def use_fixed(self, fixed: Mapping[Block, FixedBlock]) -> None:
         """Let weights and sums lie where graphs know them by address."""
         self._fixed = self.sums.fixed = fixed
 
@@ -139,7 +139,8 @@ class Weights:
         """
         for block in layer.blocks:
             if block in self._bound:
-                self._move_to_fixed(block)
+                if block in self._fixed:
+                    self._move_to_fixed(block)
                 continue
             memory, arriving = self._arriving[block]
             if not self.on.kept.is_ready(block, memory):
@@ -161,7 +162,7 @@ class Weights:
 
     def _in_fixed(self, block: Block, memory: torch.Tensor) -> torch.Tensor:
         """Copy weights that have arrived to where graphs read them, if any do; return where they are."""
-        fixed = self._fixed.get(block).of(memory.dtype)
+        fixed = self._fixed.get(block, NOT_FIXED).of(memory.dtype)
         if fixed is None or fixed is memory:
             return memory
         self._device.compute.touch(write=(fixed,), what="weights of graphs")

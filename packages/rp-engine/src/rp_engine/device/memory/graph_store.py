@@ -38,7 +38,7 @@ class FixedBlock:
         return sum(one.nbytes for one in (*self.memory.values(), self.sums) if one is not None)
 
 
-_NOT_FIXED = FixedBlock({}, None)
+NOT_FIXED = FixedBlock({}, None)
 
 
 class WeightSlot(NamedTuple):
@@ -51,7 +51,7 @@ class WeightSlot(NamedTuple):
 
 
 class TaskMemory:
-    """Where graphs have the weights and sums of one task.
+    """Where graphs have the weights and sums of one task that begins: `fixed`, by block.
 
     The n-th block of a layout lies in the n-th slot of that layout, whichever task it is: tasks of a device never
     run at once, so where stages stream, the slots are as large as the largest stage.
@@ -65,18 +65,11 @@ class TaskMemory:
             layout = block.kind, block.layout.numel, block.layout.dtype
             self.slots[block] = WeightSlot(*layout, seen[layout])
             seen[layout] += 1
-
-    def get(self, block: Block) -> FixedBlock:
-        """Return the memory of a block's slot; that of none if no graph reads that."""
-        slot = self.slots.get(block)
-        return _NOT_FIXED if slot is None else self._memory.get(slot, _NOT_FIXED)
+        self.fixed = {block: memory[slot] for block, slot in self.slots.items() if slot in memory}
 
     def fix(self, block: Block, memory: FixedBlock) -> None:
         """Let a block of the task, and others in its slot, lie in this memory from now on."""
-        self._memory[self.slots[block]] = memory
-
-
-NO_MEMORY = TaskMemory({}, ())
+        self._memory[self.slots[block]] = self.fixed[block] = memory
 
 
 class GraphMemory(NamedTuple):

@@ -10,7 +10,7 @@ from rp_state.block import Block
 from rp_state.gradient import sum_dtype
 from rp_transfer import GraphPool, NotCapturable
 
-from rp_engine.device.memory.graph_store import FixedBlock
+from rp_engine.device.memory.graph_store import NOT_FIXED, FixedBlock
 from rp_engine.device.weights import Weights
 from rp_engine.execution.stage.task_context import TaskContext
 
@@ -27,13 +27,19 @@ class TaskGraphMemory:
         self._device = place.lane.device
         self._store = place.twins.graphs
         self._weights = weights
+        self._layers = task.layers
         # Tasks that add gradients keep activations for that.
         self._trains = task.adds_gradients
-        self._slots = self._store.memory_of(self.blocks(task.layers))
+        self._slots = self._store.memory_of(())
 
-    def use(self) -> None:
-        """Have the task's weights and sums lie where graphs that are there read them."""
-        self._weights.use_fixed(self._slots)
+    def begin(self) -> None:
+        """Have the task's weights and sums lie where graphs that are there read them, as the task begins."""
+        self._slots = self._store.memory_of(self.blocks(self._layers))
+        self._weights.use_fixed(self._slots.fixed)
+
+    def forget(self) -> None:
+        """Let what follows lie elsewhere: graphs are there no longer."""
+        self._slots.fixed.clear()
 
     def blocks(self, layers: range) -> list[Block]:
         """The blocks of some layers, those that several have once."""
@@ -76,7 +82,7 @@ class TaskGraphMemory:
             raise NoRoom(f"{needed / 1e9:.1f} GB of device memory are not free, but {room / 1e9:.1f}")
 
     def _fixed(self, block: Block) -> FixedBlock:
-        before, stream = self._slots.get(block), self._device.compute
+        before, stream = self._slots.fixed.get(block, NOT_FIXED), self._device.compute
         numel, dtype = self._form(block)
         memory, sums = before.of(dtype), before.sums
         if memory is None:
@@ -86,7 +92,7 @@ class TaskGraphMemory:
         return FixedBlock({**before.memory, dtype: memory}, sums)
 
     def _missing_bytes(self, block: Block) -> int:
-        before = self._slots.get(block)
+        before = self._slots.fixed.get(block, NOT_FIXED)
         numel, dtype = self._form(block)
         memory = 0 if before.of(dtype) is not None else numel * dtype.itemsize
         makes_sums = before.sums is None and self._adds_to(block)

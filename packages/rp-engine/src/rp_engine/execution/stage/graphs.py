@@ -92,8 +92,6 @@ class TaskGraphs:
         if self.is_used and (reason := task_reason(place, task, is_whole=is_whole)) is not None:
             self._tell(task.layers, reason)
             self.is_used = False
-        if self.is_used:
-            self._memory.use()
 
     def run(self, layers: range, microbatch: int, tree: Any, *, recomputes: bool) -> tuple[int, Any] | None:
         """Replay the first of these layers, if graphs launch them; return how many, and the output of the last.
@@ -120,14 +118,18 @@ class TaskGraphs:
         added, self._added = self._added, set()
         return added
 
-    def free_unwanted(self) -> None:
-        """Free what earlier calls had of graphs, if no later ones are to have any."""
+    def begin(self) -> None:
+        """Find what there is of graphs, as the task begins; free it if no later calls are to have any."""
         if self._call.frees_graphs and self._store.slots:
             self._store.clear()
+        self.is_used = self.is_used and not self._store.is_off
+        if self.is_used:
+            self._memory.begin()
 
     def drop(self) -> None:
         """Free all graphs of the model on this device: its memory is short."""
         self.is_used = False
+        self._memory.forget()
         if self._store.entries:
             self._store.drop()
             _LOG.info("model %r: layers run without graphs from now on: device memory ran out", self._call.name)

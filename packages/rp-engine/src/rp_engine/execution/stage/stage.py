@@ -82,7 +82,7 @@ class Stage:
         body = self._body()
         with self._device.computing(), self._call.ambience():
             self._lane.retainer.flush()
-            self._graphs.free_unwanted()
+            self._graphs.begin()
             self._weights.upload()
             for microbatch in self._task.microbatches:
                 with NOTHING if self._times is None else self._times.microbatch(self._task):
