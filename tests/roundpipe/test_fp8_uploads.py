@@ -58,6 +58,13 @@ def row() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 32), *(Block() for _ in range(LAYERS - 2)), nn.Linear(32, 3)).bfloat16()
 
 
+def shapes() -> nn.Sequential:
+    """Of linear layers with as many weights and other rows, so that codes of some are longer."""
+    torch.manual_seed(0)
+    sizes = [(16, 32), (32, 64), (64, 32), (32, 32), (32, 3)]
+    return nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes)).bfloat16()
+
+
 def squares(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (outputs.float() - labels).square().sum() / 24
 
@@ -162,10 +169,11 @@ def assert_same(do: Callable[[Training], object], make: Callable[[str], Training
         ),
         pytest.param("cpu:2", {"pin_model": "off", "is_async": True}, id="off"),
         pytest.param("cpu:2", {"execute_plan": FUSED, "launch": "graphs"}, id="graphs"),
+        pytest.param("cpu:1", {"launch": "graphs", "layers": shapes}, id="graphs of stages"),
     ],
 )
 def test_training_is_the_same_to_the_bit(devices: str, options: dict[str, Any]) -> None:
-    steps = 6 if "launch" in options else 4
+    steps = 8 if "launch" in options else 4
     assert_same(lambda training: training.train(steps), lambda uploads: Training(devices, uploads, **options))
 
 

@@ -18,7 +18,6 @@ from torch import nn
 
 from rp_engine.device.compiling import Eager
 from rp_engine.device.memory.fp8_twins import Fp8Products
-from rp_engine.device.memory.graph_store import GraphMemory
 from rp_engine.device.packet import Packet
 from rp_engine.device.replica import Twins
 from rp_engine.engine.host.parameters import HostParameters, Observer
@@ -274,12 +273,12 @@ class Runs(Observer):
                 self.planner.take(times, is_whole=not work.shortages)
             if not work.shortages:
                 self.planner.note_over(
-                    work.call.mode, work.size, work.span, work.call.graph_work, self._graph_memory
+                    work.call.mode, work.size, work.span, work.call.graph_work, self._graph_bytes
                 )
         warn_of_shortages(work)
 
-    def _graph_memory(self) -> GraphMemory:
-        return max((twins.graphs.memory for twins in self._twins), key=sum)
+    def _graph_bytes(self) -> int:
+        return max(twins.graphs.nbytes for twins in self._twins)
 
     def _graphable(self, mode: Mode) -> frozenset[int]:
         """Return the layers that graphs could launch in calls of a mode, by what was seen of them."""

@@ -202,12 +202,16 @@ class PlanInUse:
         self._replanner.restart(None if fits else first)
         self._tell(self._replanner.in_use.plan, before, "memory")
 
-    def would_fit(self, guesses: Sequence[LayerCost], limits: Limits) -> bool:
-        """Return whether a plan is known that fits with these costs, those in use being others."""
+    def fitting(self, guesses: Sequence[LayerCost], limits: Limits) -> PricedPlan | None:
+        """Return the plan that a short search finds for costs that are not those in use; None if none fits."""
         try:
-            return any(self._searched(guesses, choice).fits for choice in memory_splits(guesses, limits))
+            plans = [self._searched(guesses, choice) for choice in memory_splits(guesses, limits)]
         except Infeasible:
-            return False
+            return None
+        return min((plan for plan in plans if plan.fits), key=self._alone_ms, default=None)
+
+    def _alone_ms(self, plan: PricedPlan) -> float:
+        return plan.alone_ms(self._devices)
 
     def _tell(self, plan: Plan, before: Plan, why: str) -> None:
         if plan == before:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 
@@ -17,8 +18,6 @@ from rp_sched import LayerCost, Task
 from rp_state.block import Block
 from rp_state.gradient import sum_dtype
 from rp_state.layers import LayerState
-
-from rp_engine.device.memory.graph_store import GraphMemory
 
 # For backward a matrix product keeps its input and the next operation its output; layers keep more than these.
 _GUESSED_FACTOR = 2
@@ -59,8 +58,8 @@ class Footprint:
         self._codes: dict[int, int] = {}
         # By layer, how many bytes fewer are uploaded, since codes travel in place of weights.
         self._spared: dict[int, int] = {}
-        # The rows of microbatches that graphs were captured for, and what they keep; None before.
-        self._graphs: tuple[int, GraphMemory] | None = None
+        # The bytes that graphs keep on the device that has most; None before any is captured.
+        self._by_graphs: int | None = None
 
     @property
     def is_measured(self) -> bool:
@@ -95,27 +94,27 @@ class Footprint:
         """Return how many bytes fewer than these layers' weights are uploaded."""
         return sum(self._spared.get(layer, 0) for layer in layers)
 
-    def note_graphs(self, memory: GraphMemory, rows: int) -> None:
-        """Record what graphs keep on the device that has most, for microbatches of so many rows."""
-        if sum(memory) and (self._graphs is None or (rows, memory) > self._graphs):
-            self._graphs = rows, memory
+    def note_graphs(self, nbytes: int) -> None:
+        """Record what graphs keep on the device that has most."""
+        if self._by_graphs is None or abs(nbytes - self._by_graphs) > self._by_graphs * _NEWS:
+            self._by_graphs = nbytes
             self.version += 1
 
     def graph_bytes(self, costs: Sequence[LayerCost], rows: int, graphed: frozenset[int] | None = None) -> int:
         """Return what graphs keep on a device beside what tasks take (`resident_bytes`).
 
-        For calls whose layers have graphs themselves, that is what layers work in, in a pool of their own. For
-        others it is all that graphs of `graphed` layers keep, or by default of those that have any now.
+        For calls whose layers have graphs themselves, that is what layers work in, in a pool of their own, and the
+        codes of weights that these multiply. For others it is all that graphs of `graphed` layers keep, or by
+        default of those that have any now.
         """
-        if any(cost.has_graphs for cost in costs):
-            return self.working_at(rows)
+        own = [layer for layer, cost in enumerate(costs) if cost.has_graphs]
+        if own:
+            return self.working_at(rows) + sum(self._codes.get(layer, 0) for layer in own)
         layers = [costs[layer] for layer in (self.graphed if graphed is None else graphed)]
         if not layers:
             return 0
-        if self._graphs is not None:
-            return sum(self._graphs[1])
         fixed = sum(cost.weight_bytes + cost.gradient_bytes + cost.kept_bytes for cost in layers)
-        return fixed + self.working_at(rows)
+        return fixed + self.working_at(rows) if self._by_graphs is None else self._by_graphs
 
     def taken_bytes(self, rows: int, layers: range) -> int:
         """Return what a microbatch takes in these layers beside weights, with what they keep for backward."""
@@ -219,7 +218,8 @@ def resident_bytes(tasks: Sequence[Task], costs: Sequence[LayerCost]) -> int:
     for task in tasks:
         queues.setdefault(task.device, []).append(task)
     first = max((_weight_bytes(queue[0], costs) for queue in queues.values()), default=0)
-    return max((_queue_bytes(queue, costs, first) for queue in queues.values()), default=0)
+    by_graphs = _slot_bytes(tasks, costs) + max((_pool_bytes(task, costs) for task in tasks), default=0)
+    return by_graphs + max((_queue_bytes(queue, costs, first) for queue in queues.values()), default=0)
 
 
 def _queue_bytes(queue: Sequence[Task], costs: Sequence[LayerCost], first: int) -> int:
@@ -230,19 +230,40 @@ def _queue_bytes(queue: Sequence[Task], costs: Sequence[LayerCost], first: int) 
     )
 
 
+def _slot_bytes(tasks: Sequence[Task], costs: Sequence[LayerCost]) -> int:
+    """Return what the weights and sums of layers with graphs take, for which all tasks share slots.
+
+    As many layers of one size as a task has at most: what is as large is taken to have one layout.
+    """
+    most = Counter[tuple[int, int]]()
+    trains = any(task.adds_gradients for task in tasks)
+    for task in tasks:
+        own = (costs[layer] for layer in task.layers if costs[layer].has_graphs)
+        most |= Counter((cost.weight_bytes, cost.gradient_bytes * trains) for cost in own)
+    return sum((weights + gradients) * count for (weights, gradients), count in most.items())
+
+
+def _pool_bytes(task: Task, costs: Sequence[LayerCost]) -> int:
+    """Return what layers with graphs keep for backward, in a pool beside that of Python's runs."""
+    own = (costs[layer] for layer in task.layers if task.keeps_activations and costs[layer].has_graphs)
+    return sum(cost.kept_bytes for cost in own)
+
+
 def _bytes_during(task: Task, costs: Sequence[LayerCost], fetched: int, *, is_last_loss: bool = False) -> int:
     kept = _kept_bytes(task, costs)
     comes_late = is_last_loss or len(task.microbatches) == 1
-    taken = _state_bytes(task, costs) + _graph_bytes(task, costs)
-    return taken + (max(kept, fetched) if comes_late else kept + fetched)
+    state = sum(_state_of(costs[layer], task) for layer in task.layers)
+    return state + (max(kept, fetched) if comes_late else kept + fetched)
+
+
+def _state_of(cost: LayerCost, task: Task) -> int:
+    """Return a layer's weights and gradients; where they lie in slots, what copies that leave take for longer."""
+    gradients = cost.gradient_bytes if task.adds_gradients else 0
+    return max(gradients - cost.kept_bytes, 0) if cost.has_graphs else cost.weight_bytes + gradients
 
 
 def _task_bytes(task: Task, costs: Sequence[LayerCost]) -> int:
     return _state_bytes(task, costs) + _kept_bytes(task, costs)
-
-
-def _graph_bytes(task: Task, costs: Sequence[LayerCost]) -> int:
-    return sum(costs[layer].graph_bytes for layer in task.layers if task.adds_gradients)
 
 
 def _state_bytes(task: Task, costs: Sequence[LayerCost]) -> int:

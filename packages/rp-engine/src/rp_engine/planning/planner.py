@@ -18,7 +18,7 @@ from rp_telemetry.launch_times import Launches
 from rp_telemetry.layer_times import LayerTimes, ModelTimer
 
 from rp_engine.device.memory.call_size import CallSize
-from rp_engine.device.memory.graph_store import GraphMemory, GraphWork
+from rp_engine.device.memory.graph_store import GraphWork
 from rp_engine.device.memory.weight_cache import WeightCache
 from rp_engine.planning.adaptive import PlanInUse
 from rp_engine.planning.call_log import CallLog
@@ -207,11 +207,16 @@ class Planner:
         if not self.footprint.knows_peak:
             return None
         missing = max(self._foreseen_bytes(size.rows, tasks, layers) - self.pricing.usable_bytes, 0)
-        if missing and is_planned:
-            costs, limits = self._problem(mode, _rounded_up(size.rows), layers)
-            has_room = all(costs[layer].has_graphs for layer in layers)
-            return 0 if has_room and self._plan(mode, size).would_fit(costs, limits) else missing
-        return missing
+        return 0 if missing and is_planned and self._has_room_under_another(mode, size, layers) else missing
+
+    def _has_room_under_another(self, mode: Mode, size: CallSize, layers: frozenset[int]) -> bool:
+        """Whether the plan that is best for graphs of these layers has room for them."""
+        costs, limits = self._problem(mode, _rounded_up(size.rows), layers)
+        found = self._plan(mode, size).fitting(costs, limits)
+        if found is None or not all(costs[layer].has_graphs for layer in layers):
+            return False
+        tasks = rp_sched.Assigner(len(self._runtime.lanes)).assign(found)
+        return self._foreseen_bytes(size.rows, tasks, layers) <= self.pricing.usable_bytes
 
     def _foreseen_bytes(self, rows: int, tasks: Sequence[Task], layers: frozenset[int]) -> int:
         costs = self._guesses(rows, layers)
@@ -219,16 +224,16 @@ class Planner:
         return resident_bytes(tasks, costs) + taken
 
     def note_over(
-        self, mode: Mode, size: CallSize, call: CallSpan, work: GraphWork, memory: Callable[[], GraphMemory]
+        self, mode: Mode, size: CallSize, call: CallSpan, work: GraphWork, nbytes: Callable[[], int]
     ) -> None:
-        """Use what a call took that is over. `work`: what graphs did in it; `memory`: asks what they keep."""
+        """Use what a call took that is over. `work`: what graphs did in it; `nbytes`: asks what they keep."""
         awaits = work.is_awaited and self.launching.note_awaiting(mode, size.microbatches)
         call_ms = self.log.note(mode, call, is_usual=not (work.is_prepared or awaits))
         if call_ms is not None:
             replayed, is_measured = work.is_replayed, work.is_measured
             self.launching.note(mode, size.microbatches, call_ms, replayed=replayed, is_measured=is_measured)
         if work.is_prepared and self._sees_memory:
-            self.footprint.note_graphs(memory(), size.rows)
+            self.footprint.note_graphs(nbytes())
 
     # Plans
 

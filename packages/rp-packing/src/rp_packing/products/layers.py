@@ -103,10 +103,8 @@ class Fp8Linear(nn.Linear):
             self._use(taken=True)
             self.has_shape = has_shape
             self.codes, self.scales = rows
-            if backward:
+            if backward or self.turned is not None:
                 self._keep_turned(transposed(rows.codes).codes)
-            else:
-                self.turned = self.ones = None
 
     def _keep_turned(self, codes: torch.Tensor) -> None:
         """Keep the codes' transpose, in the memory that there is: graphs know it by address."""

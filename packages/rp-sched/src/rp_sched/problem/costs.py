@@ -37,8 +37,7 @@ class LayerCost:
     layer's forward pass, backward pass and recomputation for one microbatch; the last is by default that of the
     forward pass. A device computes while work is launched on it, but all devices' threads share one GIL.
     `replay_launch_ms`: the same for each pass where a graph launches it, which it does in a task's inner
-    microbatches; None: the layer has no graphs. Graphs keep weights and gradients of their layers in memory of
-    their own, `fixed_bytes`, beside what tasks take.
+    microbatches; None: the layer has no graphs. `graph_bytes`: the device memory that these take in a stage.
 
     Raises `InvalidCost` for a number out of range, `TypeError` for a value that is not a number.
     """

@@ -216,6 +216,13 @@ class LaunchChoice:
         self._idle_calls += 1
         return self._idle_calls < _PATIENCE
 
+    def pass_over(self) -> None:
+        """Note a call that is configured to have no graphs. After some of these there are none to count with."""
+        self._idle_calls += 1
+        if self.by_graphs and self._idle_calls >= _PATIENCE:
+            self._chose_graphs, self._asked = False, None
+            self._set(LaunchDecision(False, "configured"), frozenset())
+
     def follow(self, question: LaunchQuestion) -> None:
         """Let graphs launch what they can, as the user has configured."""
         self._plan = question.plan

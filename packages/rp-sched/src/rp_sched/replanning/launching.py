@@ -53,6 +53,7 @@ class Launching:
             self._trained = mode, microbatches
         self.by_graphs = launch == "graphs"
         if launch == "eager" or not (may_replay and self._may_choose):
+            self._pass_over(mode, microbatches)
             return
         choice = self._choices.setdefault((mode, microbatches), LaunchChoice(measured, is_timed=mode != "train"))
         question = LaunchQuestion(tasks, partial(self._graphable, mode), missing_bytes)
@@ -63,9 +64,20 @@ class Launching:
             self.by_graphs = choice.by_graphs
         measured.launch_by_graphs(choice.by_graphs)
         self._had_graphs = self._had_graphs or self.by_graphs
+        self.graphed |= choice.layers
+        self._note_any()
+
+    def _pass_over(self, mode: Mode, microbatches: int) -> None:
+        """A call that is configured to have no graphs: after some, those of its kind are given up."""
+        choice = self._choices.get((mode, microbatches))
+        if choice is not None:
+            choice.pass_over()
+            self._note_any()
+
+    def _note_any(self) -> None:
         has_any = self.by_graphs or any(one.by_graphs for one in self._choices.values())
         self.frees_graphs = self._had_graphs and not has_any
-        self.graphed = self.graphed | choice.layers if has_any else _NONE
+        self.graphed = self.graphed if has_any else _NONE
 
     def layers(self, mode: Mode, microbatches: int) -> frozenset[int]:
         """Return the layers that graphs launch in calls of this kind, as plans count with them."""

@@ -42,11 +42,12 @@ NOT_FIXED = FixedBlock({}, None)
 
 
 class WeightSlot(NamedTuple):
-    """A place for weights of one layout: the `number`-th of these in a task."""
+    """A place for weights of one layout, in each form in which they come: the `number`-th of these in a task."""
 
     kind: str
-    numel: int
     dtype: torch.dtype
+    numel: int
+    coded_numel: int
     number: int
 
 
@@ -62,7 +63,8 @@ class TaskMemory:
         self.slots: dict[Block, WeightSlot] = {}
         seen = Counter[Hashable]()
         for block in dict.fromkeys(blocks):
-            layout = block.kind, block.layout.numel, block.layout.dtype
+            coded_numel, _ = block.form(coded=True)
+            layout = block.kind, block.layout.dtype, block.layout.numel, coded_numel
             self.slots[block] = WeightSlot(*layout, seen[layout])
             seen[layout] += 1
         self.fixed = {block: memory[slot] for block, slot in self.slots.items() if slot in memory}
@@ -70,13 +72,6 @@ class TaskMemory:
     def fix(self, block: Block, memory: FixedBlock) -> None:
         """Let a block of the task, and others in its slot, lie in this memory from now on."""
         self._memory[self.slots[block]] = self.fixed[block] = memory
-
-
-class GraphMemory(NamedTuple):
-    """The bytes that graphs keep on a device: of their pools, and of the slots for weights and sums."""
-
-    pools: int
-    slots: int
 
 
 @dataclass
@@ -99,7 +94,8 @@ class Entry:
     """What became of some layers with inputs of one signature, in calls of one mode.
 
     `modules`: the layers' copies. `graphs`: their graphs, if they were captured; `is_tried`: and may be used,
-    as call `tried_at` has shown, and `num_trials` before it.
+    as call `tried_at` has shown, and `num_trials` before it. `slots`: where these read the weights of their
+    blocks; `place`: of the layers in their task, whose pool they have.
     `reason`: why they run without, in words; `is_short`: memory is. `num_seen`: in how many calls they came since
     they last lost their graphs; `num_awaited`: so many are awaited before they are captured. `last_call`: the last
     one's number among calls of this mode.
@@ -107,7 +103,9 @@ class Entry:
 
     modules: tuple[torch.nn.Module, ...]
     mode: Mode
+    place: int
     graphs: Any = None
+    slots: Mapping[Block, WeightSlot] = field(default_factory=dict[Block, WeightSlot])
     is_tried: bool = False
     tried_at: int = 0
     num_trials: int = 0
@@ -131,7 +129,7 @@ class GraphStore:
     """All entries, by signature.
 
     `slots`: what lies where graphs know it. `graphed`: the blocks that some graph reads. `pools`: one for each
-    place of layers in a task: tasks of a device never run at once. `refused`: layers whose forward cannot be
+    place of layers in a task, since tasks of a device never run at once. `refused`: layers whose forward cannot be
     captured. `graphable`: by layer, whether graphs might launch it, as it was seen last. `is_off`: memory ran out,
     so there are none any more. `calls`: by mode, how many calls there were, and the number that the latest has
     among calls of all modes.
@@ -140,7 +138,7 @@ class GraphStore:
     entries: dict[Hashable, Entry] = field(default_factory=dict[Hashable, Entry])
     slots: dict[WeightSlot, FixedBlock] = field(default_factory=dict[WeightSlot, FixedBlock])
     graphed: set[Block] = field(default_factory=set[Block])
-    pools: list[GraphPool] = field(default_factory=list[GraphPool])
+    pools: dict[int, GraphPool] = field(default_factory=dict[int, GraphPool])
     refused: set[int] = field(default_factory=set[int])
     graphable: dict[int, bool] = field(default_factory=dict[int, bool])
     is_off: bool = False
@@ -149,12 +147,12 @@ class GraphStore:
     @property
     def pool_bytes(self) -> int:
         """The bytes of all pools."""
-        return sum(pool.nbytes for pool in self.pools)
+        return sum(pool.nbytes for pool in list(self.pools.values()))
 
     @property
-    def memory(self) -> GraphMemory:
-        """The bytes of all that stays for graphs."""
-        return GraphMemory(self.pool_bytes, sum(slot.nbytes for slot in self.slots.values()))
+    def nbytes(self) -> int:
+        """The bytes of all that stays for graphs. On any thread."""
+        return self.pool_bytes + sum(slot.nbytes for slot in list(self.slots.values()))
 
     def memory_of(self, blocks: Iterable[Block]) -> TaskMemory:
         """Return where a task with these blocks has its memory."""
@@ -166,12 +164,12 @@ class GraphStore:
         self.calls[mode] = (count + (call != latest), call)
         return self.calls[mode][0]
 
-    def entry(self, key: Hashable, modules: tuple[torch.nn.Module, ...], mode: Mode) -> Entry:
+    def entry(self, key: Hashable, modules: tuple[torch.nn.Module, ...], mode: Mode, place: int) -> Entry:
         """The entry of a signature; the oldest makes room for a new one."""
         if key not in self.entries:
             while len(self.entries) >= _MOST_ENTRIES:
                 self.entries.pop(next(iter(self.entries))).lose()
-            self.entries[key] = Entry(modules, mode)
+            self.entries[key] = Entry(modules, mode, place)
         return self.entries[key]
 
     def drop(self) -> None:
@@ -188,8 +186,19 @@ class GraphStore:
         self.graphed.clear()
         self.pools.clear()
 
-    def drop_unused(self, mode: Mode, call: int) -> None:
-        """Free graphs that the latest calls of this mode did not use: of plans or shapes of before."""
+    def tidy(self, mode: Mode, call: int) -> None:
+        """Free graphs that the latest calls of this mode did not use, and what none reads any more.
+
+        `call`: the number of the one that begins.
+        """
         for entry in self.entries.values():
             if entry.mode == mode and entry.last_call < call - _UNUSED:
                 entry.lose()
+        alive = [entry for entry in self.entries.values() if entry.graphs is not None]
+        self.graphed = {block for entry in alive for block in entry.slots}
+        slots = {slot for entry in alive for slot in entry.slots.values()}
+        places = {entry.place for entry in alive}
+        for slot in self.slots.keys() - slots:
+            del self.slots[slot]
+        for place in self.pools.keys() - places:
+            del self.pools[place]

@@ -10,7 +10,7 @@ from rp_state.block import Block
 from rp_state.gradient import sum_dtype
 from rp_transfer import GraphPool, NotCapturable
 
-from rp_engine.device.memory.graph_store import NOT_FIXED, FixedBlock
+from rp_engine.device.memory.graph_store import NOT_FIXED, FixedBlock, WeightSlot
 from rp_engine.device.weights import Weights
 from rp_engine.execution.stage.task_context import TaskContext
 
@@ -47,12 +47,16 @@ class TaskGraphMemory:
 
     def forms(self, layers: range) -> Hashable:
         """In which slots the weights of some layers lie, and which have come as codes."""
-        return tuple((block in self._call.coded, self._slots.slots[block]) for block in self.blocks(layers))
+        return tuple((block in self._call.coded, slot) for block, slot in self.slots(layers).items())
+
+    def slots(self, layers: range) -> dict[Block, WeightSlot]:
+        """Where the weights of some layers lie."""
+        return {block: self._slots.slots[block] for block in self.blocks(layers)}
 
     def pool(self, place: int) -> GraphPool:
         """The pool of a place of layers in the task."""
-        while len(self._store.pools) <= place:
-            self._store.pools.append(self._device.graph_pool())
+        if place not in self._store.pools:
+            self._store.pools[place] = self._device.graph_pool()
         return self._store.pools[place]
 
     def taken_bytes(self, layers: range) -> int:
@@ -72,8 +76,9 @@ class TaskGraphMemory:
         for layer in layers:
             self._weights.bind(self._call.state.layers[layer], training=self._trains)
         if self._trains:
-            # Now: a graph must not zero them.
+            # Now: a graph must not zero them. Those that a layer before has had made may lie elsewhere.
             self._weights.sums.make()
+            self._weights.sums.begin_again()
 
     def _check_room(self, needed: int) -> None:
         # Only graphs use what pools hold.

@@ -74,13 +74,13 @@ class TaskGraphs:
         self._memory = TaskGraphMemory(place, task, weights)
         self._layers = layers
         self._activity = activity
-        self._call_number = self._store.number(call.mode, call.number)
+        self._call_number = 0 if call.aside else self._store.number(call.mode, call.number)
         # Tasks that add gradients run layers with a graph of autograd.
         self._trains = task.adds_gradients
         self._last = task.microbatches[-1] if self._trains else None
         self._graphable = Graphable(place)
         self._may_capture: dict[int, bool] = {}
-        self._num_spans = 0
+        self._places: dict[int, int] = {}
         # The first layer beyond those that graphs are there for, or to be.
         self._prepared = 0
         self._added: set[Block] = set()
@@ -122,6 +122,8 @@ class TaskGraphs:
         """Find what there is of graphs, as the task begins; free it if no later calls are to have any."""
         if self._call.frees_graphs and self._store.slots:
             self._store.clear()
+        if not self._call.aside:
+            self._store.tidy(self._call.mode, self._call_number)
         self.is_used = self.is_used and not self._store.is_off
         if self.is_used:
             self._memory.begin()
@@ -192,6 +194,8 @@ class TaskGraphs:
             flags,
             self._call.products,
             self._memory.forms(layers),
+            # Graphs that run in one task must not share a pool.
+            self._places.get(layers.start),
             self._call.autocast,
             tuple(map(id, modules)),
             treedef,
@@ -206,14 +210,14 @@ class TaskGraphs:
     def _prepare(self, layers: range, microbatch: int, tree: Any, *, recomputes: bool) -> bool:
         """Capture or try graphs of some layers, if that is due; return whether those after the first need none."""
         leaves, treedef = rp_batch.flatten(tree)
-        place, self._num_spans = self._num_spans, self._num_spans + 1
+        place = self._places[layers.start] = len(self._places)
         key = self._key(layers, leaves, treedef)
-        entry = self._store.entry(key, self._modules(layers), self._call.mode)
+        entry = self._store.entry(key, self._modules(layers), self._call.mode, place)
         if entry.last_call != self._call_number:
             entry.num_seen += 1
         entry.last_call = self._call_number
         if entry.reason is None and entry.num_seen >= entry.num_awaited:
-            self._bring_on(entry, layers, place, microbatch, leaves, treedef, recomputes=recomputes)
+            self._bring_on(entry, layers, microbatch, leaves, treedef, recomputes=recomputes)
         elif entry.reason is None:
             self._call.graph_work.is_awaited = True
         return entry.reason is None or entry.is_short
@@ -222,7 +226,6 @@ class TaskGraphs:
         self,
         entry: Entry,
         layers: range,
-        place: int,
         microbatch: int,
         leaves: Sequence[Any],
         treedef: Any,
@@ -232,9 +235,8 @@ class TaskGraphs:
         try:
             if entry.graphs is None and not self._call.compares:
                 self._call.graph_work.is_prepared = True
-                self._store.drop_unused(self._call.mode, self._call_number)
-                entry.graphs = self._captured(layers, place, leaves, treedef)
-                entry.is_tried = False
+                entry.graphs = self._captured(layers, entry.place, leaves, treedef)
+                entry.slots, entry.is_tried = self._memory.slots(layers), False
             elif entry.graphs is not None and (
                 not entry.is_tried
                 or self._call_number >= entry.tried_at + min(_TRIED_AGAIN << entry.num_trials, TRIED_EACH)
