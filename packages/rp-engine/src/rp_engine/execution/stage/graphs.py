@@ -81,6 +81,7 @@ class TaskGraphs:
         self._graphable = Graphable(place)
         self._may_capture: dict[int, bool] = {}
         self._places: dict[int, int] = {}
+        self._kinds: dict[range, Hashable] = {}
         # The first layer beyond those that graphs are there for, or to be.
         self._prepared = 0
         self._added: set[Block] = set()
@@ -183,23 +184,24 @@ class TaskGraphs:
         return self._may_capture[layer]
 
     def _key(self, layers: range, leaves: Sequence[Any], treedef: Any) -> Hashable:
-        modules = self._modules(layers)
-        # A forward without gradients makes what requires none, and one without seeds draws as the caller does.
-        kind = self._trains, self._call.mode, self._call.randomness is None
-        flags = self._call.flags[layers.start : layers.stop]
-        signatures = tuple(map(_signature, leaves))
+        if layers not in self._kinds:
+            self._kinds[layers] = self._kind(layers)
+        return self._kinds[layers], treedef, tuple(map(_signature, leaves))
+
+    def _kind(self, layers: range) -> Hashable:
+        """What graphs of these layers depend on that is the same for all microbatches of the task."""
+        call = self._call
         return (
             layers,
-            kind,
-            flags,
-            self._call.products,
+            # A forward without gradients makes what requires none, and one without seeds draws as the caller does.
+            (self._trains, call.mode, call.randomness is None),
+            call.flags[layers.start : layers.stop],
+            call.products,
             self._memory.forms(layers),
             # Graphs that run in one task must not share a pool.
             self._places.get(layers.start),
-            self._call.autocast,
-            tuple(map(id, modules)),
-            treedef,
-            signatures,
+            call.autocast,
+            tuple(map(id, self._modules(layers))),
         )
 
     def _modules(self, layers: range) -> tuple[torch.nn.Module, ...]:
