@@ -288,6 +288,28 @@ def test_memory_of_graphs_is_counted_until_no_calls_have_any() -> None:
     assert launching.frees_graphs
 
 
+def test_graphs_are_given_back_once_calls_are_configured_to_have_none() -> None:
+    launching = Launching(lambda _: ALL, may_choose=True)
+    launching.choose("graphs", "fused", 8, fused(8), none_missing, timer(5.0, 5.0))
+    kept: list[bool] = []
+    for _ in range(32):
+        launching.choose("eager", "fused", 8, fused(8), none_missing, timer(5.0, 5.0))
+        kept.append(bool(launching.graphed))
+        assert launching.frees_graphs is not kept[-1]
+    assert kept == [True] * 31 + [False]
+
+
+def test_calls_wait_for_graphs_to_come_but_not_for_ever() -> None:
+    launching = Launching(lambda _: ALL, may_choose=True)
+    assert not launching.note_awaiting("fused", 8)
+    launching.choose("graphs", "fused", 8, fused(8), none_missing, timer(5.0, 5.0))
+    found = [launching.note_awaiting("fused", 8) for _ in range(33)]
+    assert found == [True] * 31 + [False] * 2
+    # One that replays gives hope again.
+    launching.note("fused", 8, 50.0, replayed=True)
+    assert launching.note_awaiting("fused", 8)
+
+
 # In the engine
 
 

@@ -55,7 +55,7 @@ class TaskMemory:
     """Where graphs have the weights and sums of one task that begins: `fixed`, by block.
 
     The n-th block of a layout lies in the n-th slot of that layout, whichever task it is: tasks of a device never
-    run at once, so where stages stream, the slots are as large as the largest stage.
+    run at once. So there are as many slots of a layout as a task has blocks of it at most.
     """
 
     def __init__(self, memory: dict[WeightSlot, FixedBlock], blocks: Iterable[Block]) -> None:
