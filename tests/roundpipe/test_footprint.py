@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -313,6 +314,28 @@ def test_the_whole_model_is_fused_where_there_is_room_and_as_much_as_fits_elsewh
     tighter = plan_for(300 * KB, 10 * KB).priced_plan().plan.fused
     assert tighter is not None
     assert tight.start < tighter.start
+
+
+def test_slots_and_pools_of_graphs_stay_while_every_task_runs(two: Runtime, layers: nn.Sequential) -> None:
+    equal = [LayerCost(1, weight_bytes=10, kept_bytes=3, replay_launch_ms=0.0)] * 2
+    whole, streamed = [range(2)], [range(1), range(1, 2)]
+
+    def resident(costs: Sequence[LayerCost], spans: Sequence[range]) -> int:
+        *first, last = spans
+        tasks = [*(Task("F", span, range(4), 0) for span in first), Task("FB", last, range(4), 0)]
+        return resident_bytes(tasks, costs)
+
+    # Weights and sums, a pool, what copies of sums take beyond activations, and the next call's weights.
+    assert resident(equal, whole) == 2 * (10 + 20) + 2 * 3 + 2 * (20 - 3) + 20
+    assert resident(equal, streamed) == (10 + 20) + 3 + (20 - 3) + 10
+    # Layouts have slots of their own, also while the other's task runs.
+    other = [LayerCost(1, weight_bytes=40, kept_bytes=3, replay_launch_ms=0.0), equal[0]]
+    assert resident(other, streamed) == (40 + 80) + (10 + 20) + 3 + (20 - 3) + 40
+    # Codes of all layers with graphs stay.
+    found = footprint(two, layers)
+    before = found.graph_bytes(equal, 4)
+    found.note_codes({0: 7, 1: 8})
+    assert found.graph_bytes(equal, 4) == before + 15
 
 
 @pytest.mark.parametrize("room", [480 * KB, 1200 * KB])
