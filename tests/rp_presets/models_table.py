@@ -80,7 +80,7 @@ def seeing_line(family: Family) -> Line:
         return Line(family.name, "taken apart", brief(error))
     if refused:
         return Line(family.name, "row for tokens", brief(refused))
-    return Line(family.name, "row", WITH_VIDEOS if "video_grid_thw" in row.image_arguments else "")
+    return Line(family.name, "row", WITH_VIDEOS if "pixel_values_videos" in row.image_arguments else "")
 
 
 def brief(reason: object) -> str:
@@ -162,7 +162,7 @@ The table lists the {count} classes of `AutoModelForImageTextToText`, made in th
 - **row** ({row} classes): the model becomes a row that takes images, in any number of microbatches and with any
   number of images a sample. Its tower runs before the layers; code between two layers, such as that which adds
   deep-stack features, is a layer of the row of its own. {videos} of them take videos in the same way, alone and
-  beside images.
+  beside images, but those of GLM in calls without images: both have the same placeholders there.
 - **row for tokens** ({row_for_tokens} classes): a row as long as no images are given, for the reason given.
 - **taken apart** ({taken_apart} classes): it cannot be observed without images, or its layers do not form a row.
 - **not built** ({not_built} classes): transformers itself cannot build or run the model here.

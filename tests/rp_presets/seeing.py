@@ -204,17 +204,26 @@ def film_of(model: nn.Module) -> Example:
     with torch.no_grad():
         for film in films(model):
             try:
-                model(**both(example, film))
+                model(**(film.arguments if are_apart(example, film) else both(example, film)))
             except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, StopIteration):
                 continue
             return film
     raise ValueError(f"{type(model).__name__} takes no videos")
 
 
+def are_apart(example: Example, film: Example) -> bool:
+    """Whether videos fill the placeholders of images, so that no call has both."""
+    return example.images.token == film.images.token
+
+
 def filmed_batch_of(model: nn.Module, owned: Sequence[Sequence[int]], filmed: Sequence[Sequence[int]]) -> Inputs:
-    """A batch with labels, padded. `owned`, `filmed`: which images and which videos each sample has, in order."""
+    """A batch with labels, padded. `owned`, `filmed`: which images and which videos each sample has, in order.
+
+    Of a model that takes no call with both, `owned` counts for nothing.
+    """
     example, film = example_of(model), film_of(model)
     image, video = placeholder(example), film.images.token
+    owned = [()] * len(owned) if are_apart(example, film) else owned
     features, pieces = features_of(example), pieces_of(film)
     generator = torch.Generator().manual_seed(len(owned))
     rows: list[Tensor] = []
@@ -226,7 +235,7 @@ def filmed_batch_of(model: nn.Module, owned: Sequence[Sequence[int]], filmed: Se
     longest = max(map(len, rows))
     ids = torch.stack([torch.cat([row, torch.full((longest - len(row),), 4)]) for row in rows])
     mask = torch.stack([(torch.arange(longest) < len(row)).long() for row in rows])
-    kinds = (ids == image).long() + 2 * (ids == video).long()
+    kinds = (ids == image).long().masked_fill(ids == video, 2)
     batch: Inputs = {
         "input_ids": ids,
         "attention_mask": mask,
@@ -291,15 +300,24 @@ def row_of(token: int, features: Sequence[int], generator: torch.Generator) -> T
 
 
 # Rows that take videos, too. The first has deep-stack features and a piece a frame, the second tells of seconds.
+# Then: placeholders of images for both; frames with positions of patches; frames of one size.
 FILMS = (
     "Qwen3VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
+    "Glm4vForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
     "Cosmos3EdgeForConditionalGeneration",
     "Cosmos3OmniForConditionalGeneration",
     "Dots3NoteForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
+    "Glm46VForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration",
+    "GlmOcrForConditionalGeneration",
     "HyperCLOVAXVisionV2ForConditionalGeneration",
     "Lfm3VlForConditionalGeneration",
+    "LlavaNextVideoForConditionalGeneration",
     "MiniMaxM3SparseForConditionalGeneration",
     "MuseGlimmerForConditionalGeneration",
     "MuseSparkForConditionalGeneration",
@@ -310,6 +328,7 @@ FILMS = (
     "Qwen3OmniMoeThinkerForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     "Qwen4ExpForConditionalGeneration",
+    "VideoLlavaForConditionalGeneration",
 )
 # Classes that transformers itself cannot build or run here, and why.
 NOT_BUILT: dict[str, str] = {

@@ -176,12 +176,21 @@ def test_a_model_that_numbers_images_through_the_batch_takes_none():
 
 
 def test_pixels_that_a_row_does_not_know_are_refused():
-    row = to_sequential(built("Glm4vForConditionalGeneration"))
+    row = to_sequential(built("Kimi_K25ForConditionalGeneration"))
 
     with pytest.raises(
         UnsupportedModel, match="pixel_values_videos cannot be given: the row knows only how pixel"
     ):
         row.entries_of_samples({"input_ids": torch.ones(1, 3), "pixel_values_videos": torch.ones(4, 2)})
+
+
+def test_images_beside_videos_that_fill_their_placeholders_are_refused():
+    model = built("Glm4vForConditionalGeneration")
+    batch = batch_of(model, RAGGED)
+    videos = {"pixel_values_videos": batch["pixel_values"], "video_grid_thw": batch["image_grid_thw"]}
+
+    with pytest.raises(ValueError, match="pixel_values and pixel_values_videos cannot be given in one call"):
+        to_sequential(model).entries_of_samples(batch | videos)
 
 
 def test_positions_of_time_height_and_width_are_split_by_samples():

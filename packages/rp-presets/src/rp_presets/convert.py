@@ -205,9 +205,11 @@ def _with_images(
 def _with_films(
     model: nn.Module, own: Mapping[str, nn.ModuleList], inputs: dict[str, Any], example: Example, hooks: Hooks
 ) -> tuple[RowLayout, list[Seen], Belonging, dict[Path, str]] | None:
-    """Observe the model with videos, too, and with both in one call; None if it is no row with them."""
+    """Observe the model with videos, too, and with both in one call, if any; None if it is no row with them."""
     for film in films(model):
-        calls = [example.arguments, film.arguments, both(example, film)]
+        belonging = WithVideos(example.images, cast(Images, film.images))
+        beside = [] if belonging.are_apart else [both(example, film)]
+        calls = [example.arguments, film.arguments, *beside]
         try:
             layout, seen = _layout(model, own, [inputs, *calls], hooks)
             prove_belonging(model, layout, example)
@@ -216,7 +218,7 @@ def _with_films(
             found = [_growing(model, layout, *each, hooks) for each in zip(calls, parts, strict=False)]
         except Exception:  # the model's own code raises anything
             continue
-        return layout, seen, WithVideos(example.images, cast(Images, film.images)), found[0] | found[1]
+        return layout, seen, belonging, found[0] | found[1]
     return None
 
 

@@ -130,7 +130,7 @@ class BySample:
 
 @dataclass(frozen=True, slots=True)
 class WithVideos:
-    """Images and videos, each of which fill placeholders of their own."""
+    """Images and videos, each of which fill placeholders of their own, or else are never in one call."""
 
     images: Images | BySample
     videos: Images
@@ -147,9 +147,23 @@ class WithVideos:
 
     def entries(self, arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """See `Images.entries`."""
+        self._check_apart(arguments)
         both = (self.images, self.videos), (self.videos, self.images)
         parts = (own.entries(_without(arguments, other.names)) for own, other in both)
         return {name: counts for part in parts for name, counts in part.items()}
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether images and videos fill the same placeholders, so that no call has both."""
+        return self.images.token == self.videos.token
+
+    def _check_apart(self, arguments: Mapping[str, Any]) -> None:
+        given = [_given(arguments, one.names) for one in (self.images, self.videos)]
+        if self.are_apart and all(given):
+            raise ValueError(
+                f"{next(iter(given[0]))} and {next(iter(given[1]))} cannot be given in one call: images and "
+                f"videos fill the same placeholders, token {self.videos.token}, so the model takes one of both"
+            )
 
     def used(self, arguments: Mapping[str, Any]) -> dict[str, tuple[bool, ...]]:
         """See `BySample.used`."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from rp_presets.errors import UnsupportedModel
 from rp_presets.images.belonging import BySample, Images
-from rp_presets.images.forms import film_forms, forms
-from rp_presets.images.measures import Area, features, measures
+from rp_presets.images.forms import Film, film_forms, forms
+from rp_presets.images.measures import features, measures
 from rp_presets.observing.inputs import usual_tokens
 
 # The sample of each image.
@@ -84,29 +84,35 @@ def examples(model: nn.Module) -> Iterator[Example]:
 def films(model: nn.Module) -> Iterator[Example]:
     """Yield samples with videos in each form that the model's own `get_video_features` takes; none if it has none.
 
-    Placeholders of a video are in one piece, or in one for each of its frames.
+    Placeholders of a video are in one piece, or in one for each of its frames; they may be those of images.
     """
     method = "get_video_features"
     seeing = next((one for one in _towers(model) if hasattr(one, method)), None)
-    config = cast(Any, model).config
-    token = next((one for name in _OF_VIDEOS if isinstance(one := getattr(config, name, None), int)), None)
-    if seeing is None or token is None:
+    if seeing is None:
         return
-    for given in film_forms(config, _parameters(model)):
-        _, grid, *_ = given
-        taken = {name: value for name, value in given.items() if name in _parameters(seeing, method)}
+    for film in film_forms(cast(Any, model).config, _parameters(model)):
+        taken = {name: value for name, value in film.given.items() if name in _parameters(seeing, method)}
         try:
             _, total = features(seeing, taken, method)
         except Exception:  # the model's own code, which was not made for this form
             continue
-        belonging = Images(tuple(given), token, Area(grid), grid)
-        patches = Area(grid).weights(given)
-        if total * max(patches) % sum(patches):
-            continue
-        counts = [one * total // sum(patches) for one in patches]
-        for frames in (_numbers(given[grid][:, 0]), [1] * len(counts)):
-            pieces = [[count // times] * times for count, times in zip(counts, frames, strict=True)]
-            yield _example(model, given, token, pieces, belonging, _VIDEO)
+        yield from _shown(model, film, total)
+
+
+def _shown(model: nn.Module, film: Film, total: int) -> Iterator[Example]:
+    """Yield samples with the videos of a form. `total`: the features of all."""
+    weights = film.measure.weights(film.given)
+    counts = [one * total // sum(weights) for one in weights]
+    if sum(counts) != total:
+        return
+    config = cast(Any, model).config
+    named = [getattr(config, name, None) for name in (*_OF_VIDEOS, *_PLACEHOLDERS)]
+    for token in dict.fromkeys(one for one in named if isinstance(one, int)):
+        belonging = Images(tuple(film.given), token, film.measure, film.grid)
+        for pieces in dict.fromkeys((film.pieces, (1,) * len(counts))):
+            if not any(count % times for count, times in zip(counts, pieces, strict=True)):
+                each = [[count // times] * times for count, times in zip(counts, pieces, strict=True)]
+                yield _example(model, film.given, token, each, belonging, _VIDEO)
 
 
 def both(example: Example, film: Example) -> dict[str, Any]:
@@ -115,10 +121,6 @@ def both(example: Example, film: Example) -> dict[str, Any]:
         name: torch.cat([value, film.arguments[name]], 1) if name in film.arguments else value
         for name, value in example.arguments.items()
     } | {name: film.arguments[name] for name in film.images.names}
-
-
-def _numbers(tensor: Tensor) -> list[int]:
-    return cast("list[int]", tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
 def _with_tokens(

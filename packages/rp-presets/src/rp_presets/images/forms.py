@@ -11,6 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from rp_presets.images.measures import Alike, Area, Measure, Summed
+
 Arguments = dict[str, Any]
 
 
@@ -45,6 +47,20 @@ class Sizes:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Film:
+    """The arguments for videos. `measure`: how many features each has.
+
+    `pieces`: in how many its placeholders may be. `grid`: the argument that
+    says how many entries each has in the tensor of all, see `belonging.Images`.
+    """
+
+    given: Arguments
+    measure: Measure
+    pieces: tuple[int, ...]
+    grid: str
+
+
 def forms(config: Any, names: Collection[str]) -> Iterator[Arguments]:
     """Yield the arguments for three images in each form that a model may take. `names`: arguments of its forward.
 
@@ -62,18 +78,49 @@ def forms(config: Any, names: Collection[str]) -> Iterator[Arguments]:
                 yield {**found, "pixel_attention_mask": torch.ones(*before, height, width, dtype=torch.int64)}
 
 
-def film_forms(config: Any, names: Collection[str]) -> Iterator[Arguments]:
-    """Yield the arguments for three videos, of which two have several frames, as `forms` does for images."""
-    pixels, grid = "pixel_values_videos", "video_grid_thw"
-    if not {pixels, grid} <= set(names):
+def film_forms(config: Any, names: Collection[str]) -> Iterator[Film]:
+    """Yield three videos, some of several frames, in each form that a model may take, as `forms` does."""
+    if "pixel_values_videos" in names:
+        sizes = Sizes.of(config)
+        for form in (_filmed_grids, _filmed_positions, _filmed_plain):
+            yield from form(sizes, names)
+
+
+def _filmed_grids(sizes: Sizes, names: Collection[str]) -> Iterator[Film]:
+    """Patches of all videos in one tensor, with the grid of each, as of Qwen and GLM."""
+    grid = "video_grid_thw"
+    if grid not in names:
         return
-    sizes = Sizes.of(config)
     # Of Qwen2.5-VL and its Omni.
     seconds = {name: torch.ones(3) for name in ("second_per_grid_ts", "video_second_per_grid") if name in names}
     for merge in dict.fromkeys((sizes.merge, 2, 1)):
         grids = torch.tensor([[2, 2, 2], [1, 2, 4], [3, 4, 2]]) * torch.tensor([1, merge, merge])
         for shape in _shapes_of_patches(sizes, merge):
-            yield {pixels: varied(int(grids.prod(-1).sum()), *shape), grid: grids, **seconds}
+            patches = varied(int(grids.prod(-1).sum()), *shape)
+            yield Film({"pixel_values_videos": patches, grid: grids, **seconds}, Area(grid), (2, 1, 3), grid)
+
+
+def _filmed_positions(sizes: Sizes, names: Collection[str]) -> Iterator[Film]:
+    """Frames of all videos in one tensor, with the positions of their patches, as of Gemma 4."""
+    positions, counts = "video_position_ids", "num_frames_per_video"
+    if not {positions, counts} <= set(names):
+        return
+    frames = (2, 1, 3)
+    for patches in _positions(sizes, ("image_position_ids",)):
+        # Those of a video have one size.
+        each = torch.tensor(frames)
+        pixels, places = (one.repeat_interleave(each, 0) for one in patches.values())
+        given = {"pixel_values_videos": varied(*pixels.shape), positions: places, counts: each}
+        yield Film(given, Summed(positions, counts), frames, counts)
+
+
+def _filmed_plain(sizes: Sizes, names: Collection[str]) -> Iterator[Film]:
+    """Videos of as many frames of one size, as of LLaVA."""
+    pixels, own = "pixel_values_videos", "image_sizes_videos"
+    more = {own: torch.full((3, 4, 2), sizes.side)} if own in names else {}
+    yield Film(
+        {pixels: varied(3, 4, sizes.channels, sizes.side, sizes.side), **more}, Alike(pixels), (1, 1, 1), ""
+    )
 
 
 def _grids(sizes: Sizes, names: Collection[str]) -> Iterator[Arguments]:

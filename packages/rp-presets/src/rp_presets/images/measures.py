@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, Protocol, cast
 
 import torch
@@ -37,7 +38,7 @@ class Alike:
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """As many as the product of a row: of a grid, or of a height and a width.
+    """As many as the product of a row: of a grid, of a height and a width, or of a number alone.
 
     >>> Area("image_grid_thw").weights({"image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 8]])})
     [16, 32]
@@ -47,7 +48,8 @@ class Area:
 
     def weights(self, given: Given) -> list[int]:
         """See `Measure.weights`."""
-        return _numbers(given[self.name].prod(-1))
+        rows = given[self.name]
+        return _numbers(rows.reshape(len(rows), -1).prod(-1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,27 @@ class Marked:
         marks = given[self.name]
         real = marks > 0 if marks.ndim == 2 else (marks >= 0).all(-1)
         return _numbers(real.flatten(1).sum(-1))
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """As many as there are positions that are no padding in all frames of a video. `counts`: its frames.
+
+    >>> given = {"at": torch.tensor([[[0, 0], [0, 1]], [[0, 0], [-1, -1]]]), "frames": torch.tensor([1, 1])}
+    >>> Summed("at", "frames").weights(given)
+    [2, 1]
+    """
+
+    name: str
+    counts: str
+
+    def weights(self, given: Given) -> list[int]:
+        """See `Measure.weights`. Raises `ValueError` if the videos have other frames than are counted."""
+        frames, counts = Marked(self.name).weights(given), _numbers(given[self.counts])
+        if len(frames) != sum(counts):
+            raise ValueError(f"{self.counts} must count the {len(frames)} frames of {self.name}, but is {counts}")
+        ends = [0, *accumulate(counts)]
+        return [sum(frames[start:end]) for start, end in pairwise(ends)]
 
 
 @dataclass(frozen=True, slots=True)
