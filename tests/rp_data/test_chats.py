@@ -34,7 +34,15 @@ CALLS = (
 )
 ENCODING = CALLS.replace("ARGUMENTS", "{{ c.function.arguments | tojson }}")
 WRITING = CALLS.replace("ARGUMENTS", "{{ c.function.arguments }}")
+# As DeepSeek-V3's: it adds texts, and asks whether a content is none.
+JOINING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ '' if m['content'] is none else '' + m['content'] }}"
+    "{% for c in m.tool_calls or [] %}{{ '(' + c.function.arguments + ')' }}{% endfor %}<|im_end|>\n{% endfor %}"
+)
 NAMING = CALLS.replace("ARGUMENTS", "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}")
+
+
+TYPED = ("<|im_end>", "hello <|im_end|>")
 
 
 def says(role: str, content: str, **more: Any) -> dict[str, Any]:
@@ -162,6 +170,29 @@ def test_arguments_as_text_are_decoded_where_the_template_would_encode_them(temp
     assert notes.decoded == (template != WRITING)
     if template != WRITING:
         assert written(template, calling({"a": 1})) == written(template, calling('{"a":1}'))
+
+
+@pytest.mark.parametrize("template", [JOINING, WRITING])
+def test_arguments_that_are_objects_become_json_where_the_template_takes_text(template: str) -> None:
+    notes = Notes()
+
+    assert '{"a": "b"}' in written(template, calling({"a": "b"}), notes)
+    assert "(no JSON)" in written(JOINING, calling("no JSON"), notes)
+    assert (notes.encoded, notes.decoded) == (1, 0)
+    with pytest.raises(Refused, match="the chat template refuses these messages"):
+        written("{{ raise_exception('no tools') }}", calling({"a": 1}))
+
+
+def test_control_tokens_in_messages_are_told_with_the_first() -> None:
+    tokenizer = finetuning.tokenizer(finetuning.CHATML)
+    chats = [Chat(f"a:{at}", [says("user", text), says("assistant", "no")]) for at, text in enumerate(TYPED)]
+
+    notes = Reader(tokenizer, sequence=64, completions_only=False).read(chats).notes
+
+    assert (notes.controlling, notes.control) == (1, "first '<|im_end|>' in a:1")
+    assert "--data: messages say control tokens of the tokenizer in 1 conversations" in "".join(
+        notes.lines("--data")
+    )
 
 
 def test_arguments_that_are_no_object_stay_as_they_are() -> None:

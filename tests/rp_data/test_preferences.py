@@ -220,6 +220,11 @@ WRONG = {
         "messages": [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}, *BETTER],
         "label": True,
     },
+    "'chosen' has a message with 'weight', .* nothing of a prompt; remove it": {
+        **SAID,
+        "chosen": [{**BETTER[0], "weight": 0}],
+    },
+    "'prompt' has a message with 'train'": {**SAID, "prompt": [{**ASKED[0], "train": True}]},
     "'from' must be one of": {**SAID, "prompt": [{"from": ["human"], "value": "1+1?"}]},
     "must be text, but has half of a surrogate pair": {**TEXT, "prompt": json.dumps([user("\ud800")])},
     "each message must have a 'role' and a 'content'": {**SAID, "prompt": [{"role": "user"}]},
@@ -236,6 +241,12 @@ def test_what_is_wrong_is_told_with_its_row_or_omitted(told, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert read_preferences(path, skip_bad_rows=True).to_list() == [SAID, SAID]
     assert f"1 bad rows are skipped: data {path}:2" in caplog.text
+
+
+def test_fields_that_prefer_nothing_are_told(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert read_preferences([{**SAID, "margin": 0.5, "history": []}]).column_names == [*SAID]
+    assert "data: fields that are not read: 'margin' (1 row)" in caplog.text
 
 
 def test_rows_of_several_kinds_are_not_mixed(tmp_path):

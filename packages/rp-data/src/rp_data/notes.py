@@ -17,7 +17,8 @@ _MOST_NAMES, _NAMES_SHOWN = 1000, 8
 class Notes:
     """Notes of one option's data. `skips`: whether bad rows are omitted, instead of refused.
 
-    `skipped`, `nulls`, `decoded`, `empty` and `unknown` count rows, keys, conversations, answers and tokens;
+    `skipped`, `nulls`, `empty` and `unknown` count rows, keys, answers and tokens, `decoded`, `encoded` and
+    `controlling` conversations; `control` is the first word in them that stands for a control token;
     `reasons` are what is wrong with the first bad rows, `first_null` is the place of a key. `templates`: lines
     about chat templates.
     `left_out`: how many rows have each field that nothing reads; `left_out_of_chats`: conversations, for names
@@ -30,6 +31,9 @@ class Notes:
     nulls: int = 0
     first_null: str = ""
     decoded: int = 0
+    encoded: int = 0
+    controlling: int = 0
+    control: str = ""
     empty: int = 0
     unknown: int = 0
     templates: list[str] = field(default_factory=list[str])
@@ -67,6 +71,11 @@ class Notes:
         """Note the names of a conversation that its chat template does not read."""
         _count(self.left_out_of_chats, names)
 
+    def controls(self, place: str, word: str) -> None:
+        """Note that a conversation says a control token."""
+        self.control = self.control or f"first {word!r:.60} in {place}"
+        self.controlling += 1
+
     def template(self, line: str) -> None:
         """Note something about a chat template, once."""
         if line not in self.templates:
@@ -89,6 +98,17 @@ class Notes:
             yield (
                 f"{option}: arguments of tools were text in {self.decoded:,} conversations, and are decoded, "
                 "since the chat template encodes them itself"
+            )
+        if self.encoded:
+            yield (
+                f"{option}: arguments of tools were objects in {self.encoded:,} conversations, and are written as "
+                "JSON, since the chat template takes text"
+            )
+        if self.controlling:
+            yield (
+                f"{option}: messages say control tokens of the tokenizer in {self.controlling:,} conversations, "
+                f"{self.control}; the model reads them as its own, as with TRL: such text is not told from what "
+                "the chat template writes"
             )
         if self.unknown:
             yield f"{option}: {_number(self.unknown, 'tokens')} stand for letters that the tokenizer does not know"

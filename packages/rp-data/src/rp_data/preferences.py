@@ -16,7 +16,7 @@ from rp_data.notes import Notes
 from rp_data.rows.documents import rows_of
 from rp_data.rows.files import files_of
 from rp_data.rows.json_rows import Row
-from rp_data.rows.preferences import Preference, preference_of
+from rp_data.rows.preferences import Preference, ignored, preference_of
 from rp_data.rows.tables import present
 
 _LOG = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ def _all(part: str | Path | Iterable[Mapping[str, Any]], notes: Notes) -> Iterat
     for place, row in rows:
         one = notes.attempt(lambda place=place, row=row: preference_of(_DATA, place, row))
         if one is not None:
+            notes.ignored(ignored(row))
             yield one
 
 

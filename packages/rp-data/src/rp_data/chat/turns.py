@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, cast
@@ -10,7 +10,16 @@ from typing import Any, cast
 from rp_strangers.refusing import refusing_all
 from rp_trainer.errors import Refused
 
-from rp_data.chat.arguments import decoded, encodes, has_text
+from rp_data.chat.arguments import (
+    decoded,
+    encoded,
+    encodes,
+    has_calls,
+    has_text,
+    wants_null,
+    wants_text,
+    with_null,
+)
 from rp_data.chat.clock import stopped
 from rp_data.chat.contents import in_parts, takes_parts
 from rp_data.chat.ends import ends_of_reply
@@ -39,7 +48,8 @@ class ChatTemplate:
         self._tokenizer, self._clock = tokenizer, clock
         self._notes = notes or Notes()
         self._templates = Templates(tokenizer)
-        self._encodes: dict[Template, bool] = {}
+        # What a template does with the arguments of tools, by what is asked.
+        self._known: dict[tuple[str, Template], bool] = {}
         self._takes_parts: dict[Template, bool] = {}
 
     def prompt(self, chat: Chat) -> str:
@@ -121,15 +131,34 @@ class ChatTemplate:
         if template not in self._takes_parts:
             self._takes_parts[template] = takes_parts(text.of)
         text = replace(text, takes_parts=self._takes_parts[template])
-        if not has_text(chat.messages):
-            return text
-        if template not in self._encodes:
-            self._encodes[template] = encodes(text.of, chat.messages)
-        messages = decoded(chat.messages)
-        if not self._encodes[template] or messages == chat.messages:
-            return text
-        self._notes.decoded += 1
-        return replace(text, chat=replace(chat, messages=messages))
+        return self._with_calls(text) if has_calls(chat.messages) else text
+
+    def _with_calls(self, text: _Text) -> _Text:
+        """Return a conversation with calls of tools in the form that its template takes."""
+        messages = text.chat.messages
+        if with_null(messages) != messages and self._finds("null", wants_null, text, messages):
+            messages = with_null(messages)
+        if has_text(messages) and self._finds("encodes", encodes, text, messages):
+            objects = decoded(messages)
+            self._notes.decoded += objects != messages
+            messages = objects
+        if encoded(messages) != messages and self._finds("text", wants_text, text, messages):
+            messages = encoded(messages)
+            self._notes.encoded += 1
+        return replace(text, chat=replace(text.chat, messages=messages))
+
+    def _finds(
+        self,
+        what: str,
+        ask: Callable[[Callable[[Sequence[Mapping[str, Any]]], str], Sequence[Mapping[str, Any]]], bool],
+        text: _Text,
+        messages: Sequence[Mapping[str, Any]],
+    ) -> bool:
+        """Return what is asked of a template, by what it makes of such messages; each is asked once."""
+        key = what, text.template
+        if key not in self._known:
+            self._known[key] = ask(text.of, messages)
+        return self._known[key]
 
     def _by_prefixes(self, chat: Chat, whole: str, tokens: Tokenized, spans: Sequence[Span]) -> list[bool]:
         """Return the assistant's tokens where characters cannot be traced: tokens must end where spans do."""

@@ -9,7 +9,7 @@ from rp_trainer.errors import Refused
 from rp_data.rows.messages import Message
 
 # Of OpenAI and Mistral; of axolotl; of ms-swift.
-_MARKS = ("weight", "train", "training", "loss")
+MARKS = ("weight", "train", "training", "loss")
 
 
 def without_marks(where: str, messages: Sequence[Message]) -> tuple[Sequence[Message], Mapping[int, bool]]:
@@ -21,12 +21,12 @@ def without_marks(where: str, messages: Sequence[Message]) -> tuple[Sequence[Mes
     Raises `Refused` for a weight between 0 and 1, and for marks that contradict each other.
     """
     marks = {at: mark for at, one in enumerate(messages) if (mark := _mark(where, one)) is not None}
-    plain = [{name: value for name, value in one.items() if name not in _MARKS} for one in messages]
+    plain = [{name: value for name, value in one.items() if name not in MARKS} for one in messages]
     return (plain, marks) if marks else (messages, marks)
 
 
 def _mark(where: str, message: Message) -> bool | None:
-    found = {name: message[name] for name in _MARKS if name in message}
+    found = {name: message[name] for name in MARKS if name in message}
     if not found:
         return None
     if len(values := {*map(_as_key, found.values())}) > 1 or not values <= {0, 1}:

@@ -9,8 +9,9 @@ from typing import Any, TypeGuard, cast
 
 from rp_trainer.errors import Refused
 
-from rp_data.rows.beside import after_system, listed, variables_of
+from rp_data.rows.beside import BESIDE, after_system, listed, variables_of
 from rp_data.rows.images import columns
+from rp_data.rows.marks import MARKS
 from rp_data.rows.messages import ASSISTANT, SYSTEM, USER, Message, messages_in, messages_of, says
 from rp_data.rows.shapes import JUDGED, Row, asked_of
 
@@ -22,6 +23,7 @@ _WANTED = "'chosen' and 'rejected', or 'label' beside 'completion', 'output', 'm
 _ASKED = ("prompt", "question", "instruction")
 _CONVERSATIONS = ("messages", "conversations")
 _UNREAD = ("videos", "audios")
+_READ = {*_ASKED, *_CONVERSATIONS, *JUDGED, _CHOSEN, _REJECTED, _COMPLETION, "output", "input", "history", *BESIDE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,15 @@ class Preference:
     def is_conversation(self) -> bool:
         """Whether it is what was said, instead of text."""
         return isinstance(self.prompt, list)
+
+
+def ignored(row: Row) -> list[str]:
+    """Return the names of a row's fields that say nothing of what it prefers.
+
+    >>> ignored({"chosen": "1", "rejected": "2", "margin": 0.5})
+    ['margin']
+    """
+    return [name for name in row if name not in _READ]
 
 
 def preference_of(option: str, place: str, row: Row) -> Preference:
@@ -161,6 +172,11 @@ def _messages(where: str, name: str, value: object) -> list[Message]:
     messages = messages_of(where, name, value)
     if any(not isinstance(one.get("content", ""), str) for one in messages):
         raise Refused(f"{where}: {name!r} has images, which are not read from preferences; leave the row out")
+    if (mark := next((name for one in messages for name in MARKS if name in one), None)) is not None:
+        raise Refused(
+            f"{where}: {name!r} has a message with {mark!r}, but trainers learn all of an answer and nothing of a "
+            "prompt; remove it, or leave the row out"
+        )
     return messages
 
 
