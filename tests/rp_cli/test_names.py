@@ -13,6 +13,8 @@ from hub_server import COMMIT, Hub, cached, serving
 from huggingface_hub import constants
 from rp_cli.main import main
 from rp_estimate.machine.cards import CARDS
+from rp_sources import data_named, fetched_split
+from rp_trainer.errors import Refused
 
 pytestmark = pytest.mark.usefixtures("measured_once")
 
@@ -27,16 +29,18 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (model / "modeling_llama.py").write_text(CODE)
     (model / "pytorch_model.bin").write_bytes(b"pickled")
     bare = finetuning.make_model(here / "bare", weights=False)
-    for name in ("texts", "script"):
+    for name in ("texts", "script", "table"):
         (here / name).mkdir()
     finetuning.json_lines(here / "texts" / "train.jsonl", finetuning.texts())
     finetuning.json_lines(here / "texts" / "test.jsonl", finetuning.texts(6))
     (here / "script" / "script.py").write_text(CODE)
+    (here / "table" / "train.csv").write_text("prompt,completion\n1+1,nan\nNA,null\n,\n")
     return {
         "models/tiny/llama": model,
         "models/tiny/bare": bare,
         "datasets/tiny/texts": here / "texts",
         "datasets/tiny/script": here / "script",
+        "datasets/tiny/table": here / "table",
     }
 
 
@@ -219,3 +223,25 @@ def test_what_is_here_is_a_path_and_asks_no_hub(
 
     assert main(["plan", "--model", "tiny/llama", "--gpu", CARDS[0].name]) == 0
     assert "there is no models/config.json" in refused(capsys, "plan", "--model", "models/config.json")
+
+
+@pytest.mark.usefixtures("hub")
+def test_words_such_as_nan_in_csv_stay_words_also_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = data_named(Path("tiny/table:train"))
+    assert name is not None
+
+    def read() -> dict[str, list[str | None]]:
+        (file,) = fetched_split("--data", name)
+        return datasets.Dataset.from_file(str(file))[:]
+
+    datasets.load_dataset("tiny/table")
+    with monkeypatch.context() as offline:
+        offline.setattr(constants, "HF_HUB_OFFLINE", True)
+        offline.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        with pytest.raises(Refused, match="tiny/table was read into the cache by another program"):
+            read()
+    wanted = {"prompt": ["1+1", "NA", None], "completion": ["nan", "null", None]}
+    assert read() == wanted
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    assert read() == wanted

@@ -18,6 +18,9 @@ from rp_sources.names import HubName
 _SECONDS = 10.0
 # The first version of `datasets` that runs no code of data sets.
 _WITHOUT_CODE = 4
+_CSV = "csv"
+# How pandas is told that only empty fields are missing.
+_AS_THEY_ARE = {"keep_default_na": False, "na_values": [""]}
 
 
 def fetched_split(option: str, name: HubName) -> tuple[Path, ...]:
@@ -34,10 +37,27 @@ def fetched_split(option: str, name: HubName) -> tuple[Path, ...]:
         _refusing_data(option, name, datasets.exceptions),
         _cached_if_unreachable(datasets, name),
     ):
-        split = datasets.load_dataset(
-            name.repository, name.configuration, split=name.split, revision=name.revision
-        )
+        split = _loaded(option, name, datasets)
     return tuple(Path(file["filename"]) for file in split.cache_files)
+
+
+def _loaded(option: str, name: HubName, datasets: Any) -> Any:
+    """Return a split. Fields of CSV stay as they are: by default, NA, nan, null and the like become missing."""
+    split = {"split": name.split, "revision": name.revision}
+    given = name.repository, name.configuration
+    builder = datasets.load_dataset_builder(*given, revision=name.revision)
+    if hasattr(builder.config, "keep_default_na"):
+        return datasets.load_dataset(*given, **split, **_AS_THEY_ARE)
+    if builder.info.builder_name != _CSV:
+        return datasets.load_dataset(*given, **split)
+    # In the cache, where it may be as it is, or as another program has read it.
+    try:
+        return datasets.load_dataset(*given, **split, **_AS_THEY_ARE)
+    except ValueError as error:
+        raise Refused(
+            f"{option} {name.repository} was read into the cache by another program, which takes fields such as "
+            "NA and null for missing; fetch it once with the network, or give its files"
+        ) from error
 
 
 def _library(option: str, name: HubName) -> Any:  # Any: an extra, which may be missing
