@@ -183,9 +183,9 @@ _OWN_GRAD: Any = torch.Tensor.grad
 _OWN_DATA: Any = torch.Tensor.data
 
 
-def own_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return torch's own ``.grad``, without copying a linked gradient into it."""
-    return _OWN_GRAD.__get__(parameter)
+# Return torch's own ``.grad``, without copying a linked gradient into it or telling that there is none. No
+# function in Python: devices' threads call it for each layer and microbatch.
+own_grad: Callable[[torch.Tensor], torch.Tensor | None] = _OWN_GRAD.__get__
 
 
 def own_data(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
@@ -14,20 +13,17 @@ from rp_transfer import Backend, Turns
 from rp_state.block import Block
 from rp_state.codes.layout import CodedLayout, coded_indices
 from rp_state.frozen.store import FrozenStore
+from rp_state.grad_attribute.missing import MissingOfMaster, MissingOfParameter
+from rp_state.grad_attribute.reads import watch_parameters
 from rp_state.halves import TellsWhole, can_split, same_bits, tell_kept_whole
 from rp_state.health import Health
 from rp_state.layers import Foresee, build_layers
 from rp_state.master import (
-    ANOTHERS,
-    CONSUMED,
-    PENDING,
     EngineMaster,
     EngineSplitMaster,
-    is_in_optimizer,
     is_split,
     published,
     refuse_reads,
-    stepping_model,
     watch_reads,
     watch_whole,
 )
@@ -38,30 +34,6 @@ from rp_state.options import Coded, HostOptions
 from rp_state.shards import Owners
 
 
-class _MissingWarning:
-    """Returns the warning about a read of a missing gradient: once, if a step would have or had the gradient."""
-
-    def __init__(self, state: ModelState) -> None:
-        self._state = weakref.ref(state)
-        self._is_told = False
-
-    def __call__(self, *, is_under_way: bool) -> str | None:
-        state = self._state()
-        if self._is_told or state is None or (state.is_stepping and not is_under_way):
-            return None
-        launched = 0 if state.options.steps_in_backward else state.stepped_runs
-        if state.num_runs == launched and not is_under_way:
-            return None
-        if state.options.steps_in_backward and is_in_optimizer():
-            # An optimizer over several models reads the gradients of all of them in each model's step.
-            return None
-        self._is_told = True
-        if state.options.steps_in_backward:
-            return CONSUMED
-        other = "" if is_under_way else stepping_model()
-        return ANOTHERS.format(own=state.name, other=other) if other else PENDING
-
-
 class ModelState:
     """The host side of one model. The launcher changes it.
 
@@ -69,9 +41,10 @@ class ModelState:
     layers were seen to do. `num_runs`: number of launched runs that add gradients; `stepped_runs`: those of them
     whose gradients a step takes or the user dropped. `health`: what failures have left of gradients, steps and
     weights. `shards`: which machine owns which parameter. `is_stepping`: a step function is running; only the
-    optimizer's thread uses it. `is_part`: another model is stepped together with this one. `is_inside`: a module's
-    own forward calls this model, and sees what it does to its inputs. `double_buffer`: whether trained weights
-    have second blocks, from the options or decided later. `coded`: see `HostOptions`.
+    optimizer's thread uses it. `shows_gradients`: parameters have their ``.grad``, for code outside. `is_part`:
+    another model is stepped together with this one. `is_inside`: a module's own forward calls this model, and sees
+    what it does to its inputs. `double_buffer`: whether trained weights have second blocks, from the options or
+    decided later. `coded`: see `HostOptions`.
     """
 
     def __init__(
@@ -102,8 +75,10 @@ class ModelState:
         self.remainders = None if options.disk is None else Remainders(options.disk)
         self.num_runs = 0
         self.stepped_runs = 0
-        self._reads = _MissingWarning(self)
         self.is_stepping = False
+        self.shows_gradients = False
+        self._reads = MissingOfMaster(self)
+        self._own_reads = MissingOfParameter(self)
         # Whether a step has used gradients that the step before it had used, and whether that was told.
         self.reuses_gradients = False
         self.is_reuse_told = False
@@ -122,6 +97,7 @@ class ModelState:
         self._divide(self.shards)
         if self.options.steps_in_backward:
             self._share_gradients()
+        watch_parameters(self.trainable_tensors(), self._own_reads)
         self._seen = SeenModules(self.modules, _places(kept))
 
     def _share_gradients(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import rp_batch
 import torch
+from rp_optim.masters import own_grad
 from rp_packing import Expansions, PackedTwin, PackedWeight, Rows, packed_weights
 from rp_state.block import Block
 from rp_state.codes.layout import CodedWeight
@@ -203,7 +204,7 @@ class Twins:
 
     def with_gradient(self, block: Block) -> list[torch.Tensor]:
         """The block's device tensors that have a ``.grad``."""
-        return [twin for twin in self.tensors(block) if twin.grad is not None]
+        return [twin for twin in self.tensors(block) if own_grad(twin) is not None]
 
     def tensors(self, block: Block) -> list[torch.Tensor]:
         """Return the block's device tensors, in its order."""
@@ -280,7 +281,7 @@ def attach(block: Block, twins: Sequence[torch.Tensor], sums: Sequence[torch.Ten
     Raises `TypeError` if one has a gradient already: a layer's forward made it, and nobody would add it.
     """
     for twin, gradient in zip(twins, sums, strict=True):
-        if twin.grad is not None:
+        if own_grad(twin) is not None:
             raise TypeError(GOT_GRADIENT.format(block, f"of shape {tuple(twin.shape)}"))
         # One that is frozen may stay in a trainable block for a while.
         if twin.requires_grad:
@@ -293,8 +294,8 @@ def detach(twins: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]) -> None:
     While a layer's forward runs, its parameters have no ``.grad``: torch could not compile it otherwise.
     """
     for twin, gradient in zip(twins, sums, strict=True):
-        if twin.grad is not None and twin.grad is not gradient:
-            gradient.copy_(twin.grad)
+        if (found := own_grad(twin)) is not None and found is not gradient:
+            gradient.copy_(found)
         twin.grad = None
 
 

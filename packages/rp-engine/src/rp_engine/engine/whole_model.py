@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 from rp_optim.host import HostOptimizer
 from rp_optim.jobs import Outcome
+from rp_optim.masters import own_grad
 from rp_optim.worker import wait_for_steps
 from rp_state.block import Block
 from rp_state.master import refuse_part
@@ -79,7 +80,7 @@ class WholeModel:
         """Whether there are gradients that no step has taken, of calls or put into ``.grad`` by others."""
         return any(
             host.gradients.additions
-            or any(tensor.grad is not None for block in host.state.trainable for tensor in block.tensors)
+            or any(own_grad(tensor) is not None for block in host.state.trainable for tensor in block.tensors)
             for host in self.hosts
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
+from rp_optim.masters import own_grad
 from rp_state.layers import LayerState
 from rp_state.modules.signature import has_hooks as is_hooked
 
@@ -67,7 +68,7 @@ class TwinContent:
             if parameter._version != version:
                 spoil()
                 raise TypeError(_WRITTEN.format(index, name))
-            if parameter.grad is not None:
+            if own_grad(parameter) is not None:
                 raise TypeError(GOT_GRADIENT.format(f"layer {index}", repr(name)))
             if is_hooked(parameter):
                 self._drop_hooks()

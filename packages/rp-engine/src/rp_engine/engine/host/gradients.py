@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from rp_optim.masters import own_grad
 from rp_sched import Task
 from rp_state.block import Block
-from rp_state.grad_attribute import Exposure
+from rp_state.grad_attribute.exposure import Exposure
 from rp_state.model_state import ModelState
 
 from rp_engine.errors import RoundPipeError
@@ -54,17 +55,22 @@ class HostGradients:
         state = self._state
         if state.health.has_all_gradients and self._peers.is_alone and not state.options.steps_in_backward:
             self._exposure.show(self._state.trainable)
+            state.shows_gradients = True
 
     def collect(self) -> None:
         """Take back what was shown, and add what code outside the engine, such as a penalty, put into ``.grad``.
 
         Raises `RoundPipeError` if there is some, but the optimizer steps in each call.
         """
-        self._exposure.take_back()
+        self._take_back()
         for block in self._state.trainable:
-            found = [index for index, tensor in enumerate(block.tensors) if tensor.grad is not None]
+            found = [index for index, tensor in enumerate(block.tensors) if own_grad(tensor) is not None]
             if found:
                 self._collect(block, found)
+
+    def _take_back(self) -> None:
+        self._exposure.take_back()
+        self._state.shows_gradients = False
 
     def _collect(self, block: Block, found: Sequence[int]) -> None:
         if self._state.options.steps_in_backward:
@@ -92,7 +98,7 @@ class HostGradients:
         self.additions.clear()
         self._state.stepped_runs = self._state.num_runs
         self._shared.note_dropped()
-        self._exposure.take_back()
+        self._take_back()
         self._state.health.forget_gradients()
         for block in self._state.trainable:
             block.gradient.drop()

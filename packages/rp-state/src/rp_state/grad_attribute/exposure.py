@@ -1,10 +1,11 @@
-"""The ``.grad`` attributes of a model's parameters between calls: views of its gradient blocks."""
+"""Views of a model's gradient blocks in ``.grad`` of its parameters, between calls."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import torch
+from rp_optim.masters import own_grad
 
 from rp_state.block import Block
 from rp_state.gradient import Gradient
@@ -36,11 +37,11 @@ class Exposure:
         """Remove ``.grad`` from the parameters; keep what the user changed, replaced or dropped there."""
         moved: list[tuple[Gradient, int, torch.Tensor]] = []
         for gradient, index, parameter, view in self._shown:
-            if parameter.grad is None:
+            if (now := own_grad(parameter)) is None:
                 gradient.drop((index,))
-            elif parameter.grad is not view:
+            elif now is not view:
                 # It may be a view of another parameter's gradient: read all before writing any.
-                moved.append((gradient, index, parameter.grad.clone()))
+                moved.append((gradient, index, now.clone()))
             parameter.grad = None
         for gradient, index, value in moved:
             gradient.put(index, value)
