@@ -1,4 +1,4 @@
-"""`launch="graphs"`: the inner microbatches of tasks are replays, with the bits of runs by Python."""
+"""`launch="graphs"`: microbatches are replays, with the bits of runs by Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ import torch
 from roundpipe import ImpureLayer, RoundPipe, RoundPipeRunConfig, Runtime
 from roundpipe.optim import AdamW
 from rp_engine.device.memory import graph_store
-from rp_engine.execution.stage.layer_graphs import LayerGraphs
+from rp_engine.execution.graphs import task_graphs
+from rp_engine.execution.graphs.layer_graphs import LayerGraphs
+from rp_engine.execution.graphs.replay_steps import divided
+from rp_engine.execution.stage import backpropagation
+from rp_engine.execution.stage.layer_runs import LayerRuns
 from rp_sched import Plan
 from torch import nn
 from torch.nn import functional
@@ -108,6 +112,19 @@ class WithMask(nn.Module):
         return self.inner(x) * mask, mask
 
 
+class Carries(nn.Module):
+    """Hands on a tensor that needs a gradient beside its output: `makes` it, hands it on, or `ends` it."""
+
+    def __init__(self, *, makes: bool = False, ends: bool = False) -> None:
+        super().__init__()
+        self.inner, self.makes, self.ends = Residual(), makes, ends
+
+    def forward(self, given: Any) -> Any:
+        x, kept = (given, given * 2) if self.makes else given
+        x = self.inner(x) + kept
+        return x * kept if self.ends else (x, kept)
+
+
 class Last(nn.Module):
     """Ends a row of `WithMask`."""
 
@@ -160,11 +177,12 @@ def trained(
     before: Callable[[int], None] = lambda _: None,
     beside: Callable[[int, RoundPipe], None] = lambda *_: None,
     is_compiled: bool = False,
+    microbatches: int = MICROBATCHES,
 ) -> list[torch.Tensor]:
     """Losses, gradients, outputs of an evaluation, and what is trained at last."""
     steps += num_measured(runtime)
     layers = copy.deepcopy(layers)
-    config = RoundPipeRunConfig(num_microbatch=MICROBATCHES, launch=launch, execute_plan=plan)
+    config = RoundPipeRunConfig(num_microbatch=microbatches, launch=launch, execute_plan=plan)
     how = {"model_run_config": config, "optim_dtype": torch.float32, "compile_layers": is_compiled}
     model = RoundPipe(layers, runtime=runtime, **how)
     optimizer = AdamW(model.optim_parameters(), lr=1e-2)
@@ -213,6 +231,62 @@ def test_replays_have_the_bits_of_runs_by_python(
     assert_same(trained(graphs_runtime, layers, "graphs", PLANS[plan], steps=20), expected)
     # Of training; the loss function reads what the last one returns.
     assert {layer for span in replays for layer in span} >= set(range(LAYERS - 1))
+
+
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer has a graph of its own, and its gradients leave when they are complete."""
+    monkeypatch.setattr(task_graphs, "SEGMENT_BYTES", 0)
+    monkeypatch.setattr(backpropagation, "_DEPARTURE_BYTES", 0)
+
+
+@pytest.mark.few(1)
+@on_few_devices
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("microbatches", [1, MICROBATCHES])
+def test_weights_arrive_and_gradients_leave_between_graphs(
+    runtime: Runtime, plan: str, microbatches: int, monkeypatch: pytest.MonkeyPatch, replays: list[range]
+) -> None:
+    small_pieces(monkeypatch)
+    layers = row(Carries(makes=True), Carries(), Carries(), Carries(ends=True), Residual())
+    expected = trained(runtime, layers, "eager", PLANS[plan], steps=12, microbatches=microbatches)
+    assert not replays
+    found = trained(runtime, layers, "graphs", PLANS[plan], steps=12, microbatches=microbatches)
+    assert_same(found, expected)
+    assert len(replays) > 3
+
+
+@pytest.mark.usefixtures("replays")
+def test_python_runs_no_layer_once_graphs_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_pieces(monkeypatch)
+    monkeypatch.setattr(task_graphs, "_TRIED_AGAIN", 100)
+    ran: list[int] = []
+    plain = LayerRuns.run
+
+    def run(self: LayerRuns, layer: int, microbatch: int, tree: Any, *, recomputes: bool) -> Any:
+        ran.append(layer)
+        return plain(self, layer, microbatch, tree, recomputes=recomputes)
+
+    monkeypatch.setattr(LayerRuns, "run", run)
+    of_steps: list[list[int]] = []
+    with Runtime("cpu:1") as runtime:
+
+        def before(_: int) -> None:
+            of_steps.append(ran.copy())
+            ran.clear()
+
+        trained(runtime, row(), "graphs", PLANS["two stages"], steps=14, before=before)
+    # The loss function reads what the last one returns.
+    of_python = [set(each) for each in of_steps[1:]]
+    assert of_python[-8:] == [{LAYERS - 1}] * 8
+
+
+def test_layers_that_share_weights_lie_in_one_segment() -> None:
+    first, shared, last = (Residual() for _ in range(3))
+    with Runtime("cpu:1") as runtime:
+        model = RoundPipe(nn.Sequential(first, shared, nn.ReLU(), shared, last), runtime=runtime)
+        blocks = [layer.blocks for layer in model.engine.host.state.layers]
+    assert divided(range(5), blocks.__getitem__, 0) == [range(1), range(1, 4), range(4, 5)]
+    assert divided(range(1, 5), blocks.__getitem__, 1 << 30) == [range(1, 5)]
 
 
 @pytest.mark.few(1)
@@ -463,7 +537,7 @@ def test_memory_that_runs_out_in_a_trial_ends_graphs_alone(
     def out_of_memory(*_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("too little")
 
-    monkeypatch.setattr("rp_engine.execution.stage.graphs.sketch", out_of_memory)
+    monkeypatch.setattr("rp_engine.execution.graphs.trial.sketch", out_of_memory)
     plan = PLANS["all fused"]
     with Runtime("cpu:1") as runtime, caplog.at_level(logging.INFO, "rp_engine"):
         expected = trained(runtime, row(), "eager", plan)

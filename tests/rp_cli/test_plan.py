@@ -120,8 +120,8 @@ def test_a_small_model_is_told_all_on_one_screen(config: Write, capsys: pytest.C
         "Qwen3ForCausalLM: 0.181 million parameters, 4 layers; full fine-tuning, adamw, fp32 masters"
     )
     assert lines[2:5] == ["a step: 8 sequences of 64 tokens", "", "fits"]
-    starts = ["host memory", "device memory", "num_microbatch", "a step", "bound by", "stages"]
-    assert [line.split("  ")[0] for line in lines[5:11]] == starts
+    starts = ["host memory", "device memory", "num_microbatch", "launch", "a step", "bound by", "stages"]
+    assert [line.split("  ")[0] for line in lines[5:12]] == starts
     assert lines[-1].startswith("assumed: ")
     assert lines[-1].endswith("GB is 10^9 bytes.")
     assert len(lines) < 40

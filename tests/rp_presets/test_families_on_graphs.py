@@ -12,7 +12,7 @@ import torch
 from comparison import Outcome
 from models_table import IS_NO_ROW
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
-from rp_engine.execution.stage.layer_graphs import LayerGraphs
+from rp_engine.execution.graphs.layer_graphs import LayerGraphs
 from rp_sched import Plan
 from test_families_on_devices import FAMILIES, batch_for, gradients
 from torch import nn

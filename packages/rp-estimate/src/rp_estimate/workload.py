@@ -81,7 +81,7 @@ class Training:
     `master`: "whole", "split", or "disk": in halves, of which `drive` has the lower one. `utilisation`: the part
     of the card's dense rate; None for the usual one. `drive`: where the state is; `frozen`: frozen weights.
     `compute`: how layers multiply; `chooses_compute`: as is faster by a card's rates, see `Workload.on`.
-    `launch`: "eager", or "graphs" in inner microbatches; `chooses_launch`: as is faster, see `foretell`.
+    `launch`: "eager" or "graphs"; `chooses_launch`: as is faster, see `foretell`.
     """
 
     sequence: int

@@ -7,7 +7,7 @@ from rp_sched.planners.microbatches import counts_of, fastest_count, memory_spli
 from rp_sched.planners.multi_model import plan_together
 from rp_sched.planners.planner import Strategy, plan
 from rp_sched.planners.roundrobin import RoundRobin
-from rp_sched.problem.costs import LEAST_REPLAYED, LayerCost, replayed_part
+from rp_sched.problem.costs import LayerCost
 from rp_sched.problem.limits import Device, Host, Limits, Switch
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
@@ -32,7 +32,6 @@ Dealer = Assigner
 
 __all__ = [
     "GRAPH_GAIN",
-    "LEAST_REPLAYED",
     "Assigner",
     "Device",
     "Estimator",
@@ -73,7 +72,6 @@ __all__ = [
     "order",
     "plan",
     "plan_together",
-    "replayed_part",
     "simulate",
     "simulated_ms",
 ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from operator import attrgetter, sub
+from operator import add, attrgetter, sub
 
 import torch
 from rp_state.block import Block, in_turn
@@ -32,21 +32,27 @@ _LATE = (
 class _Sums:
     """The gradient sums of one block: `memory`, (numel,), and a view of it for each of the device's `twins`.
 
-    `seen`: how often each was added to before the present microbatch.
+    `replayed`: how often graphs have added to each, which moves no version counter. `seen`: how often each was
+    added to before the present microbatch.
     """
 
     memory: torch.Tensor
     views: list[torch.Tensor]
     twins: list[torch.Tensor]
+    replayed: list[int]
     seen: list[int]
 
+    def counts(self) -> list[int]:
+        """How often each gradient was added to."""
+        return list(map(add, map(_version, self.views), self.replayed))
+
     def additions(self) -> list[int]:
-        """How often each gradient was added to, in the present microbatch."""
-        return list(map(sub, map(_version, self.views), self.seen))
+        """The same of the present microbatch."""
+        return list(map(sub, self.counts(), self.seen))
 
     def written(self) -> set[int]:
         """Which gradients were added to."""
-        return {index for index, gradient in enumerate(self.views) if gradient._version}
+        return {index for index, count in enumerate(self.counts()) if count}
 
 
 class GradientSums:
@@ -110,7 +116,7 @@ class GradientSums:
         memory.zero_()
         # Views with a version counter each, which counts the additions to each gradient.
         views = [view.data for view in layout.views(memory)]
-        return _Sums(memory, views, self._twins.tensors(block), [0] * len(views))
+        return _Sums(memory, views, self._twins.tensors(block), [0] * len(views), [0] * len(views))
 
     def begin_again(self) -> None:
         """Begin again with sums of zero, to which nothing was added yet."""
@@ -149,15 +155,21 @@ class GradientSums:
         """The tickets of the blocks whose gradients were not delivered."""
         return dict(self.tickets)
 
-    def note_microbatch(self, uncounted: Collection[Block] = ()) -> None:
-        """Count a finished microbatch's additions to each gradient; the next one is expected to add as many.
+    def counts(self) -> dict[Block, list[int]]:
+        """How often each gradient of the blocks that have sums was added to."""
+        return {block: sums.counts() for block, sums in self._sums.items()}
 
-        `uncounted`: blocks to which graphs have added, which moves no counter.
-        """
+    def count(self, replayed: Mapping[Block, Sequence[int]]) -> None:
+        """Count additions to gradients that a graph makes."""
+        for block, times in replayed.items():
+            sums = self._sums[block]
+            sums.replayed = list(map(add, sums.replayed, times))
+
+    def note_microbatch(self) -> None:
+        """Count a finished microbatch's additions to each gradient; the next one is expected to add as many."""
         for block, sums in self._sums.items():
-            if block not in uncounted:
-                block.additions = sums.additions()
-            sums.seen = list(map(_version, sums.views))
+            block.additions = sums.additions()
+            sums.seen = sums.counts()
 
     def complete_above(self, layer: int, layers: range) -> list[Block]:
         """The blocks whose gradients are complete once the last backward through `layers` has reached `layer`.

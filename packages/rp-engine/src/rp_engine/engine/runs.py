@@ -28,8 +28,8 @@ from rp_engine.errors import DeviceMemoryWarning
 from rp_engine.execution.autograd import Gradients
 from rp_engine.execution.batch import Batch
 from rp_engine.execution.call import USUAL, Aside, Call, LossFn, Streams
+from rp_engine.execution.graphs.graphable import has_drawn, layer_reason
 from rp_engine.execution.run import Run
-from rp_engine.execution.stage.graphable import has_drawn, layer_reason
 from rp_engine.peers.call import UNDRAWN, Numbers
 from rp_engine.planning.auto_compute import AutoCompute, autocast_refusal
 from rp_engine.planning.fp8_layers import Fp8Layers, coded_by

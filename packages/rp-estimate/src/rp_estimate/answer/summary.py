@@ -148,7 +148,7 @@ def run_summary(answer: Foretold, planned: Planned) -> Iterator[str]:
     how = answer.case.workload.how
     if how.launch == "graphs":
         why = "as is faster here" if how.chooses_launch else "as given"
-        yield f"launch  graphs in inner microbatches, {why}; they keep {gb(planned.graph_bytes)} on each device"
+        yield f"launch  graphs, {why}; they keep {gb(planned.graph_bytes)} on each device"
     yield f"a step  {seconds(planned.ms)}, {rounded(answer.tokens_per_s)} tokens/s"
     if answer.case.machines > 1:
         yield (

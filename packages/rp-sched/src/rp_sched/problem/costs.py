@@ -12,9 +12,6 @@ BACKWARD_PER_FORWARD = 2.0
 GRADIENT_PER_TRAINABLE = 2
 # A weight in 16 bits may be uploaded in 8.
 LARGEST_PER_UPLOADED = 2
-# Graphs launch a task's inner microbatches: its first one runs as its weights arrive, and its last one, if it has
-# gradients, as these leave. In tasks of fewer microbatches they launch none.
-LEAST_REPLAYED = 3
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -102,7 +99,7 @@ class LayerCost:
         """Bytes of fp32 gradients on a device, assuming 16-bit weights."""
         return GRADIENT_PER_TRAINABLE * self.trainable_bytes
 
-    def launch_ms(self, kind: TaskKind) -> float:
+    def python_launch_ms(self, kind: TaskKind) -> float:
         """How long Python takes to launch the layer in a task of this kind, for one microbatch."""
         passes = (
             (kind.runs_forward, self.forward_launch_ms),
@@ -111,20 +108,20 @@ class LayerCost:
         )
         return sum(ms for runs, ms in passes if runs)
 
-    def inner_launch_ms(self, kind: TaskKind) -> float:
-        """The same for inner microbatches, in which graphs launch a layer that has any.
+    def launch_ms(self, kind: TaskKind) -> float:
+        """The same, by graphs if the layer has any.
 
         >>> layer = LayerCost(1.0, forward_launch_ms=2.0, backward_launch_ms=3.0, replay_launch_ms=0.5)
-        >>> layer.launch_ms(TaskKind.FUSED), layer.inner_launch_ms(TaskKind.FUSED)
+        >>> layer.python_launch_ms(TaskKind.FUSED), layer.launch_ms(TaskKind.FUSED)
         (5.0, 1.0)
         """
         if self.replay_launch_ms is None:
-            return self.launch_ms(kind)
+            return self.python_launch_ms(kind)
         return self.replay_launch_ms * sum((kind.runs_forward, kind.recomputes, kind.runs_backward))
 
     @property
     def has_graphs(self) -> bool:
-        """Whether graphs launch the layer in inner microbatches."""
+        """Whether graphs launch the layer."""
         return self.replay_launch_ms is not None
 
     @property
@@ -139,13 +136,3 @@ class LayerCost:
         stay takes the place of that in which they arrive.
         """
         return max(self.gradient_bytes, self.kept_bytes) if self.has_graphs else 0
-
-
-def replayed_part(kind: TaskKind, microbatches: int) -> float:
-    """The part of a task's microbatches in which graphs launch layers.
-
-    >>> replayed_part(TaskKind.FUSED, 8), replayed_part(TaskKind.FORWARD, 8), replayed_part(TaskKind.FUSED, 2)
-    (0.75, 0.875, 0.0)
-    """
-    by_python = 2 if kind.adds_gradients else 1
-    return 1 - by_python / microbatches if microbatches >= LEAST_REPLAYED else 0.0

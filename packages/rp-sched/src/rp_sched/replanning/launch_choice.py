@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Protocol
 
-from rp_sched.problem.costs import LEAST_REPLAYED, replayed_part
 from rp_sched.problem.tasks import Task
 from rp_sched.replanning.estimator import Estimator
 
@@ -19,7 +18,7 @@ _LOG = logging.getLogger(__name__)
 _BOUND = 0.7
 # They stay until it takes less than this part, for other layers or shapes.
 _STAYS = 0.5
-# They have to take over this part of launching. First and last microbatches are not theirs, nor are some layers.
+# They have to take over this part of launching: some layers are not theirs.
 _LEAST_PART = 0.2
 # Graphs are judged by so many calls, and as many by Python before. Calls whose layers are measured take longer, so
 # they do not count.
@@ -115,11 +114,6 @@ class LaunchQuestion:
         """
         return self.layers() - {task.layers.stop - 1 for task in self.tasks if task.computes_loss}
 
-    @property
-    def replays_none(self) -> bool:
-        """Whether no task has enough microbatches for graphs."""
-        return all(len(task.microbatches) < LEAST_REPLAYED for task in self.tasks)
-
 
 def launch_times(tasks: Sequence[Task], measured: MeasuredCalls, layers: Collection[int]) -> LaunchTimes | None:
     """Return what tasks take by measured times, if graphs launched `layers`; None without times of launching."""
@@ -127,12 +121,12 @@ def launch_times(tasks: Sequence[Task], measured: MeasuredCalls, layers: Collect
     computing: dict[int, float] = {}
     replayed_ms = 0.0
     for task in tasks:
-        count, part = len(task.microbatches), replayed_part(task.kind, len(task.microbatches))
+        count = len(task.microbatches)
         for layer in task.layers:
             launch_ms, compute_ms = _of_layer(task, layer, measured.estimator)
             launching[task.device] = launching.get(task.device, 0.0) + count * launch_ms
             computing[task.device] = computing.get(task.device, 0.0) + count * compute_ms
-            replayed_ms += part * count * launch_ms * (layer in layers)
+            replayed_ms += count * launch_ms * (layer in layers)
     all_ms = sum(launching.values())
     if not all_ms:
         return None
@@ -292,8 +286,6 @@ class LaunchChoice:
     def _against(self, times: LaunchTimes, question: LaunchQuestion, layers: frozenset[int]) -> str | None:
         if not times.bounds(_STAYS if self._chose_graphs else _BOUND):
             return str(times)
-        if question.replays_none:
-            return f"no task has {LEAST_REPLAYED} microbatches, of which graphs launch the inner ones"
         if times.replayed < _LEAST_PART:
             return f"graphs would take over {times.replayed:.0%} of launching"
         # Graphs that are there have their memory.

@@ -134,7 +134,7 @@ class Calls:
         return self.fluid.add(0.0, after=after)
 
     def _load(self, task: Task, saved: Sequence[int], joins: Sequence[tuple[range, Sums]]) -> Load:
-        load = self._loads.of(task.kind, task.layers, saved, microbatches=len(task.microbatches))
+        load = self._loads.of(task.kind, task.layers, saved)
         if not joins:
             return load
         sent, added, stepped = zip(*(self._loads.leaving(*join) for join in joins), strict=True)
@@ -195,7 +195,7 @@ class Calls:
         last = self._last[task.device]
         waits = last is not None and waits_to_leave(load, last.load.gradient_bytes, self._resources)
         full_ms = load.step_on(lane.slowdown)
-        held_ms = load.mean_launch_ms * self._loads.limits.host.launch_gil_share
+        held_ms = load.launch_ms * self._loads.limits.host.launch_gil_share
         shares = [(GIL, held_ms / full_ms)] if held_ms else []
         self._note("device", task.device, len(task.microbatches) * load.ms * lane.slowdown)
         self._note("GIL", 0, len(task.microbatches) * held_ms)

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 from rp_sched.errors import Infeasible
-from rp_sched.problem.costs import GRADIENT_PER_TRAINABLE, LayerCost, replayed_part
+from rp_sched.problem.costs import GRADIENT_PER_TRAINABLE, LayerCost
 from rp_sched.problem.limits import Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
@@ -22,11 +22,10 @@ class Load(NamedTuple):
     """The time, traffic and memory of one stage.
 
     `ms`: compute time of one microbatch; `backward_ms`: the part of it that needs gradients. `launch_ms`: how
-    long its launching by Python holds the GIL; `replay_launch_ms`: the same where graphs launch layers, as they do
-    in the part `replayed` of the task's microbatches. `hop_ms`: from the end of a microbatch to when the next
-    stage may start it, on the slowest links. `weight_bytes`: uploaded for the task. `input_bytes`,
-    `output_bytes`: uploaded and downloaded per microbatch. `sent_bytes`, `added_bytes`: gradients downloaded by
-    the task, of which the latter are added on the host. `step_bytes`: traffic of the optimizer's step that the
+    long its launching holds the GIL. `hop_ms`: from the end of a microbatch to when the next stage may start it,
+    on the slowest links. `weight_bytes`: uploaded for the task. `input_bytes`, `output_bytes`: uploaded and
+    downloaded per microbatch. `sent_bytes`, `added_bytes`: gradients downloaded by the task, of which the latter
+    are added on the host. `step_bytes`: traffic of the optimizer's step that the
     task's gradients complete. `state_bytes`: weights and gradients on the device. `gradient_bytes`: gradients
     alone. `kept_bytes`: kept activations of one microbatch, and what graphs take.
     """
@@ -35,8 +34,6 @@ class Load(NamedTuple):
     ms: float
     backward_ms: float
     launch_ms: float
-    replay_launch_ms: float
-    replayed: float
     hop_ms: float
     weight_bytes: int
     input_bytes: int
@@ -55,18 +52,7 @@ class Load(NamedTuple):
 
     def step_on(self, slowdown: float) -> float:
         """The time of one microbatch alone on a device that is slower by this factor; the mean of the task's."""
-        ms = self.ms * slowdown
-        by_python = max(ms, self.launch_ms)
-        return (
-            by_python + self.replayed * (max(ms, self.replay_launch_ms) - by_python)
-            if self.replayed
-            else by_python
-        )
-
-    @property
-    def mean_launch_ms(self) -> float:
-        """How long launching a microbatch holds the GIL, the mean of the task's."""
-        return self.launch_ms + self.replayed * (self.replay_launch_ms - self.launch_ms)
+        return max(self.ms * slowdown, self.launch_ms)
 
     def results_after_ms(self, step_ms: float) -> float:
         """From the end of the task, of microbatches of `step_ms`, to when the caller has what it waits for.
@@ -142,15 +128,9 @@ class Loads:
         self.ordered = _sums([int(cost.writes_buffers) for cost in costs])
         # The input of each layer. That of the model counts as 0, since its size is not given.
         self.input_bytes = [0, *(cost.boundary_bytes for cost in costs)]
-        self.forward_launch_ms = _sums([cost.forward_launch_ms for cost in costs])
-        self.recompute_launch_ms = _sums([cost.recompute_launch_ms for cost in costs])
-        self.backward_launch_ms = _sums([cost.backward_launch_ms for cost in costs])
-        self.has_graphs = any(cost.has_graphs for cost in costs)
-        self._inner_launch_ms = {
-            kind: _sums([cost.inner_launch_ms(kind) for cost in costs]) for kind in TaskKind if self.has_graphs
-        }
-        launches = (self.forward_launch_ms, self.backward_launch_ms, self.recompute_launch_ms)
-        self.shares_nothing = not any(sums[-1] for sums in launches) and limits.shares_nothing
+        self._launch_sums = {kind: _sums([cost.launch_ms(kind) for cost in costs]) for kind in TaskKind}
+        by_python = (cost.python_launch_ms(kind) for cost in costs for kind in TaskKind)
+        self.shares_nothing = not any(by_python) and limits.shares_nothing
         # Devices are alike and only they take time: nothing but the stages' times has to be simulated.
         self.plain = limits.only_devices_take_time
         self._hop_ms_per_byte = limits.upload_ms_per_byte + limits.download_ms_per_byte
@@ -181,13 +161,8 @@ class Loads:
         layers: range,
         saved: Sequence[int] = (),
         sums: Sums = ALONE,
-        *,
-        microbatches: int = 1,
     ) -> Load:
-        """The load of a stage. `saved`: the layers whose inputs the backward pass reads from host memory.
-
-        `microbatches`: of its task, of which graphs launch the inner ones.
-        """
+        """The load of a stage. `saved`: the layers whose inputs the backward pass reads from host memory."""
         start, stop = layers.start, layers.stop
         forward_ms, inputs = 0.0, 0
         if kind.runs_forward or kind.recomputes:
@@ -207,8 +182,6 @@ class Loads:
             ms=forward_ms + backward_ms,
             backward_ms=backward_ms,
             launch_ms=self._launch_ms(kind, layers),
-            replay_launch_ms=self._replay_launch_ms(kind, layers) if self.has_graphs else 0.0,
-            replayed=replayed_part(kind, microbatches) if self.has_graphs else 0.0,
             hop_ms=self.limits.hop_ms + handed * self._hop_ms_per_byte,
             weight_bytes=weights,
             input_bytes=inputs + above,
@@ -222,38 +195,21 @@ class Loads:
         )
 
     def _launch_ms(self, kind: TaskKind, layers: range) -> float:
-        passes = (
-            (kind.runs_forward, self.forward_launch_ms),
-            (kind.recomputes, self.recompute_launch_ms),
-            (kind.runs_backward, self.backward_launch_ms),
-        )
-        return sum(sums[layers.stop] - sums[layers.start] for runs, sums in passes if runs)
+        last, sums = self.costs[layers.stop - 1], self._launch_sums[kind]
+        # The loss function reads what the last layer returns: Python launches both.
+        own = max(last.python_launch_ms(kind) - last.launch_ms(kind), 0.0) if kind.computes_loss else 0.0
+        return sums[layers.stop] - sums[layers.start] + own
 
     def least_launch_ms(self, recomputed: int | None) -> float:
         """The least for which launching a microbatch through the row may hold the GIL.
 
         `recomputed`: how many of the first layers are recomputed before the backward pass; None: there is none.
         """
-        if not self.has_graphs:
-            again_ms = (
-                0.0 if recomputed is None else self.backward_launch_ms[-1] + self.recompute_launch_ms[recomputed]
-            )
-            return self.forward_launch_ms[-1] + again_ms
-        kinds = (
-            TaskKind.FORWARD if recomputed is None else TaskKind.BACKWARD if layer < recomputed else TaskKind.FUSED
-            for layer in range(self.num_layers)
-        )
-        # Layers that are recomputed ran forward before.
-        pairs = list(zip(self.costs, kinds, strict=True))
-        pairs += [(cost, TaskKind.FORWARD) for cost in self.costs[: recomputed or 0]]
-        return sum(min(cost.launch_ms(kind), cost.inner_launch_ms(kind)) for cost, kind in pairs)
-
-    def _replay_launch_ms(self, kind: TaskKind, layers: range) -> float:
-        sums = self._inner_launch_ms[kind]
-        last = self.costs[layers.stop - 1]
-        # The loss function reads what the last layer returns: Python launches both.
-        own = last.launch_ms(kind) - last.inner_launch_ms(kind) if kind.computes_loss else 0.0
-        return sums[layers.stop] - sums[layers.start] + own
+        kinds = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.FUSED
+        forward, backward, fused = (self._launch_sums[kind] for kind in kinds)
+        if recomputed is None:
+            return forward[-1]
+        return forward[recomputed] + backward[recomputed] + fused[-1] - fused[recomputed]
 
     def leaving(self, layers: range, sums: Sums) -> tuple[int, int, float]:
         """Bytes that a task sends, those of them that are added, and bytes of the step if it is the last task."""
@@ -291,13 +247,8 @@ class Loads:
         if kind.adds_gradients and count > 1:
             filling = min(count - 1, self.limits.host.gradient_buffers or count)
             nths = [*[0] * filling, *[count - 2] * (count - 1 - filling), count - 1]
-        # Where there are no graphs, a load does not depend on how many microbatches its task has.
-        sizes = [len(group) if self.has_graphs else 1 for group in groups]
-        known = {
-            (nth, size): self.of(kind, layers, saved, Sums(count, nth), microbatches=size)
-            for nth, size in set(zip(nths, sizes, strict=True))
-        }
-        return [known[key] for key in zip(nths, sizes, strict=True)]
+        known = {nth: self.of(kind, layers, saved, Sums(count, nth)) for nth in set(nths)}
+        return [known[nth] for nth in nths]
 
     def fits(self, kind: TaskKind, layers: range) -> bool:
         """Whether a device has memory for these layers as one stage while it fetches the next one.
@@ -378,7 +329,7 @@ def _work(job: UnassignedTask) -> Work:
     count, load = len(job.microbatches), job.load
     return Work(
         busy_ms=count * load.ms,
-        launch_ms=count * load.mean_launch_ms,
+        launch_ms=count * load.launch_ms,
         up_bytes=load.weight_bytes + count * load.input_bytes,
         down_bytes=load.sent_bytes - load.added_bytes + count * load.output_bytes,
         added_bytes=load.added_bytes,

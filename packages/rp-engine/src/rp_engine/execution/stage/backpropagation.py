@@ -14,9 +14,10 @@ from rp_telemetry.layer_times import LayerTimes
 from rp_telemetry.tracing import NOTHING
 
 from rp_engine.device.weights import Weights
+from rp_engine.execution.graphs.replay_steps import ignore
+from rp_engine.execution.graphs.task_graphs import TaskGraphs
 from rp_engine.execution.lazy import is_lazy
 from rp_engine.execution.stage.activity import TaskActivity
-from rp_engine.execution.stage.graphs import TaskGraphs
 from rp_engine.execution.stage.layer_runs import LayerRuns
 from rp_engine.execution.stage.task_context import TaskContext
 
@@ -60,7 +61,7 @@ class Backpropagation:
         graphs, layer = self._graphs, layers.start
         while layer < layers.stop:
             rest = range(layer, layers.stop)
-            replayed = graphs.run(rest, microbatch, tree, recomputes=recomputes) if graphs.is_used else None
+            replayed = self._replayed(rest, microbatch, tree, recomputes=recomputes) if graphs.is_used else None
             if replayed is None:
                 done, tree = 1, self._run(layer, microbatch, tree, recomputes=recomputes)
             else:
@@ -68,6 +69,10 @@ class Backpropagation:
             layer += done
             self._mark_backward(layer - 1, microbatch, tree)
         return tree
+
+    def _replayed(self, layers: range, microbatch: int, tree: Any, *, recomputes: bool) -> tuple[int, Any] | None:
+        passed = self._send_complete if microbatch == self._task.microbatches[-1] else ignore
+        return self._graphs.run(layers, microbatch, tree, recomputes=recomputes, passed=passed)
 
     def _run(self, layer: int, microbatch: int, tree: Any, *, recomputes: bool) -> Any:
         self._weights.bind(self._call.state.layers[layer], training=True)

@@ -112,6 +112,10 @@ class LayerRuns:
             return output
         return computed(output) if facts.view is None else facts.view(tree, computed(output))
 
+    def has_seen_enough(self, layer: int, *, recomputes: bool) -> bool:
+        """Whether a run of a layer whose graphs were tried may be nothing but its forward: it is not examined."""
+        return recomputes or not (self._facts[layer].may_be_examined and wants_examination(self._call, layer))
+
     def _once(self, run: _Run, also: Callable[[Data], None] | None = None) -> Any:
         """Run a layer forward or recompute it. `also`: see `SavedData.first`."""
         facts, given = run.facts, run.given

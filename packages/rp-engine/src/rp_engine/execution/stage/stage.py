@@ -18,11 +18,11 @@ from rp_engine.device.activations import Arrived, Origins, PacketCopier, enter
 from rp_engine.device.packet import Slot, is_dense
 from rp_engine.device.weights import Weights
 from rp_engine.execution.effects.aliasing import AliasTracker
+from rp_engine.execution.graphs.task_graphs import TaskGraphs
 from rp_engine.execution.losses import check_losses
 from rp_engine.execution.shortage.task_slots import TaskSlots
 from rp_engine.execution.stage.activity import TaskActivity
 from rp_engine.execution.stage.backpropagation import Backpropagation
-from rp_engine.execution.stage.graphs import TaskGraphs
 from rp_engine.execution.stage.layer_runs import LayerRuns
 from rp_engine.execution.stage.task_context import TaskContext
 from rp_engine.execution.stage.task_packets import TaskPackets
@@ -147,7 +147,7 @@ class Stage:
             self.next_microbatch = microbatch + 1
 
     def _end_of_microbatch(self) -> None:
-        self._weights.sums.note_microbatch(self._graphs.take_added())
+        self._weights.sums.note_microbatch()
         self._end_of_part()
         if not self._is_part:
             self._lane.prefetch_next()

@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Hashable, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Generator, Hashable, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import rp_batch
 import torch
 from rp_recompute.attributes import Attributes, ModuleCopy, attributes_of, changes
 from rp_recompute.randomness import RngConsumer
-from rp_recompute.sketch import sketch
 from rp_sched import Task
-from rp_state.block import Block
-from rp_telemetry.layer_times import LayerTimes, ReplayPass
-from rp_telemetry.tracing import NOTHING
+from rp_telemetry.layer_times import LayerTimes
 from rp_transfer import NotCapturable, is_out_of_memory
 
-from rp_engine.device.activations import enter
 from rp_engine.device.memory.graph_store import Entry
 from rp_engine.device.weights import Weights
 from rp_engine.errors import ImpureLayer
+from rp_engine.execution.graphs.graph_memory import NoRoom, TaskGraphMemory
+from rp_engine.execution.graphs.graphable import Graphable, task_reason
+from rp_engine.execution.graphs.layer_graphs import CaptureWork, LayerGraphs
+from rp_engine.execution.graphs.replay_steps import LayerCallback, Replays, Steps, divided, ignore
+from rp_engine.execution.graphs.trial import Trial
 from rp_engine.execution.lazy import is_lazy
 from rp_engine.execution.stage.activity import TaskActivity
-from rp_engine.execution.stage.graph_memory import NoRoom, TaskGraphMemory
-from rp_engine.execution.stage.graphable import Graphable, task_reason
-from rp_engine.execution.stage.layer_graphs import CaptureWork, LayerGraphs, tensors_of
 from rp_engine.execution.stage.layer_runs import LayerRuns
 from rp_engine.execution.stage.task_context import TaskContext
 
 _LOG = logging.getLogger(__name__)
-# The greatest difference, as a part of the norm, between a replay and a run by Python that roundings explain.
-_ROUNDINGS, _LEAST, _MOST = 16, 1e-3, 0.25
+# Weights that a graph awaits, and gradients that leave after it, are so many bytes or one layer's. As large as a
+# departure of gradients.
+SEGMENT_BYTES = 128 << 20
 # Graphs are tried again after so many calls of a mode on a device, each time after twice as many, up to the second
 # number: what changes at all usually does so soon.
 _TRIED_AGAIN, TRIED_EACH = 4, 64
-_REPLAY = "in a replay of {0} and layers after it, microbatch {1}"
 _CHANGED = (
     "a replay of {} gives something else than a run by Python: {}. Something that is no input of theirs has "
     "changed since they were captured, such as a number in a global; steps since then may have used the old one. "
@@ -47,10 +44,11 @@ _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch
 
 
 class TaskGraphs:
-    """Replays layers of one task in its inner microbatches, where they have graphs; the others run as they are.
+    """Replays layers of one task where they have graphs; the others run as they are.
 
     In a task's first microbatch graphs are captured, or tried: a replay and a run by Python, from the same inputs
-    and seeds, must give the same outputs and gradients.
+    and seeds, must give the same outputs and gradients. Then Python runs it, as where there is still something to
+    see of a layer. Else it is replayed as weights arrive, and the last one while gradients leave.
     """
 
     def __init__(
@@ -77,47 +75,46 @@ class TaskGraphs:
         self._call_number = 0 if call.aside else self._store.number(call.mode, call.number)
         # Tasks that add gradients run layers with a graph of autograd.
         self._trains = task.adds_gradients
-        self._last = task.microbatches[-1] if self._trains else None
         self._graphable = Graphable(place)
         self._may_capture: dict[int, bool] = {}
         self._places: dict[int, int] = {}
         self._kinds: dict[range, Hashable] = {}
         # The first layer beyond those that graphs are there for, or to be.
         self._prepared = 0
-        self._added: set[Block] = set()
-        self._times = times
+        self._replays = Replays(place, activity, times, weights.sums.count)
         call.graph_work.is_measured |= times is not None and not times.timer.VERBOSE
         # Calls that are measured for a plan by Python have no replays.
         is_asked = call.by_graphs and (times is None or bool(times.by_graphs))
         self.is_used = is_asked and call.aside is None and not self._store.is_off
-        if self.is_used and (reason := task_reason(place, task, is_whole=is_whole)) is not None:
+        if self.is_used and (reason := task_reason(place, is_whole=is_whole)) is not None:
             self._tell(task.layers, reason)
             self.is_used = False
 
-    def run(self, layers: range, microbatch: int, tree: Any, *, recomputes: bool) -> tuple[int, Any] | None:
+    def run(
+        self, layers: range, microbatch: int, tree: Any, *, recomputes: bool, passed: LayerCallback = ignore
+    ) -> tuple[int, Any] | None:
         """Replay the first of these layers, if graphs launch them; return how many, and the output of the last.
 
-        `recomputes`: a replay recomputes what forward has run.
+        `recomputes`: a replay recomputes what forward has run. `passed`: see `Steps`.
         """
-        if not self.is_used or microbatch == self._last:
-            return None
-        span = self._span(layers)
+        span = self._span(layers) if self.is_used else layers[:0]
         if not span:
             return None
-        if microbatch == self._task.microbatches.start:
-            if span.start >= self._prepared and self._prepare(span, microbatch, tree, recomputes=recomputes):
+        is_first = microbatch == self._task.microbatches.start
+        if is_first:
+            if span.start < self._prepared:
+                return None
+            if self._prepare(span, microbatch, tree, recomputes=recomputes):
                 self._prepared = span.stop
-            return None
+            if not self._may_replay_first(span, recomputes=recomputes):
+                return None
         leaves, treedef = rp_batch.flatten(tree)
         entry = self._store.entries.get(self._key(span, leaves, treedef))
         if entry is None or entry.graphs is None or not entry.is_tried:
             return None
-        return len(span), self._replay(entry.graphs, microbatch, leaves)
-
-    def take_added(self) -> set[Block]:
-        """The blocks to whose gradients graphs have added since this was asked last."""
-        added, self._added = self._added, set()
-        return added
+        self._call.graph_work.is_replayed = True
+        steps = Steps(self._replays, microbatch, self._bind if is_first else None, passed)
+        return len(span), self._replay(entry.graphs, leaves, steps)
 
     def begin(self) -> None:
         """Find what there is of graphs, as the task begins; free it if no later calls are to have any."""
@@ -137,27 +134,18 @@ class TaskGraphs:
             self._store.drop()
             _LOG.info("model %r: layers run without graphs from now on: device memory ran out", self._call.name)
 
-    def _replay(self, graphs: LayerGraphs, microbatch: int, leaves: Sequence[Any]) -> Any:
-        consumers = [RngConsumer("layer", layer) for layer in graphs.drawing]
-        randomness = self._call.randomness
-        seeds = [] if randomness is None else [randomness.seed_of(consumer, microbatch) for consumer in consumers]
-        if randomness is not None:
-            # Another task may recompute them by Python.
-            randomness.drew_on_device.update((consumer, microbatch) for consumer in consumers)
-        if graphs.trains:
-            self._added.update(self._memory.blocks(graphs.layers))
-        self._call.graph_work.is_replayed = True
-        first = graphs.layers.start
-        self._activity.current = (_REPLAY, first, microbatch)
-        with (
-            self._place.span("replay from {} on", self._call.state.layers[first]),
-            self._timed("forward", graphs.layers),
-        ):
-            return graphs.replay(leaves, seeds, partial(self._timed, "backward", graphs.layers))
+    def _may_replay_first(self, layers: range, *, recomputes: bool) -> bool:
+        """Whether Python need not run these layers in the first microbatch."""
+        return not self._call.compares and all(
+            self._layers.has_seen_enough(layer, recomputes=recomputes) for layer in layers
+        )
 
-    def _timed(self, which: ReplayPass, layers: range) -> AbstractContextManager[None]:
-        times, stream = self._times, self._device.compute
-        return NOTHING if times is None else times.replays.replay(which, layers, stream)
+    def _replay(self, graphs: LayerGraphs, leaves: Sequence[Any], steps: Steps) -> Any:
+        with self._place.span("replay from {} on", self._call.state.layers[graphs.layers.start]):
+            return graphs.replay(leaves, steps)
+
+    def _bind(self, layer: int) -> None:
+        self._weights.bind(self._call.state.layers[layer], training=self._trains)
 
     # Which layers
 
@@ -283,7 +271,14 @@ class TaskGraphs:
         taken, pool = self._memory.taken_bytes(layers), self._memory.pool(place)
         self._memory.fix(layers, taken + max(taken - pool.nbytes, 0))
         before = self._attributes(layers)
-        work = CaptureWork(layers, self._plain, self._drawing(layers), self._trains, self._backward)
+        work = CaptureWork(
+            divided(layers, lambda layer: self._call.state.layers[layer].blocks, SEGMENT_BYTES),
+            self._plain,
+            self._drawing(layers),
+            self._trains,
+            self._backward,
+            self._weights.sums.counts,
+        )
         try:
             # A cast that an earlier microbatch made is no memory of the graph's.
             with self._call.uncached_autocast():
@@ -307,20 +302,6 @@ class TaskGraphs:
                 self._store.refused.add(layer)
             raise
 
-    @contextmanager
-    def _backward(self) -> Generator[None]:
-        with self._call.without_autocast(), self._weights.sums.adding():
-            yield
-
-    def _drawing(self, layers: range) -> tuple[int, ...]:
-        drawing = () if self._call.randomness is None else self._call.habits.drawing_on_device
-        return tuple(layer for layer in layers if RngConsumer("layer", layer) in drawing)
-
-    def _attributes(self, layers: range) -> Attributes:
-        return attributes_of([ModuleCopy(*part) for layer in layers for part in self._twins.parts(layer)])
-
-    # The trial
-
     def _try(
         self, graphs: LayerGraphs, microbatch: int, leaves: Sequence[Any], treedef: Any, *, recomputes: bool
     ) -> None:
@@ -328,8 +309,6 @@ class TaskGraphs:
         # Its memory is there. A run by Python needs about what the pool holds.
         self._memory.fix(layers, min(self._memory.taken_bytes(layers), self._store.pool_bytes))
         self._call.graph_work.is_prepared = True
-        grads = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
-        plain = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
         def by_python(given: list[Any]) -> Any:
             tree = rp_batch.unflatten(treedef, given)
@@ -337,58 +316,27 @@ class TaskGraphs:
                 tree = self._layers.run(layer, microbatch, tree, recomputes=recomputes)
             return tree
 
-        before = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in plain]
-        try:
-            found, sums = self._traces(graphs, *enter(before, grads), by_python)
-            again, more = self._traces(graphs, *enter(plain, grads), partial(self._replay, graphs, microbatch))
-        finally:
-            self._weights.sums.begin_again()
-            self._added.clear()
-        # The replay has added to the same sums.
-        again += [both - one for one, both in zip(sums, more, strict=True)]
-        self._compare([*found, *sums], again, self._eps(layers, leaves))
+        def replay(given: list[Any]) -> Any:
+            return self._replay(graphs, given, Steps(self._replays, microbatch))
 
-    def _compare(self, found: Sequence[torch.Tensor], again: Sequence[torch.Tensor], eps: float) -> None:
-        least = min(max(_LEAST, _ROUNDINGS * eps), _MOST)
-        for one, other in zip(found, again, strict=True):
-            gap, size = _norm(one - other), _norm(one)
-            if gap > least * size:
-                part = gap / size if size else gap
-                raise NotCapturable(f"a replay differs from a run by Python by {part:.2g} of its norm")
+        device, backward = self._device.torch_device, self._backward if self._trains else None
+        Trial(device, leaves, self._memory.blocks(layers), self._weights.sums, backward).compare(by_python, replay)
 
-    def _traces(
-        self, graphs: LayerGraphs, given: list[Any], grad_leaves: list[Any], run: Callable[[list[Any]], Any]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Sketches of the outputs and of the inputs' gradients, and of the sums with those of the weights.
+    @contextmanager
+    def _backward(self) -> Generator[None]:
+        with self._call.without_autocast(), self._weights.sums.adding():
+            yield
 
-        The incoming gradients are the outputs themselves.
-        """
-        output = run(given)
-        device = self._device.torch_device
-        tensors = tensors_of(rp_batch.flatten(output)[0])
-        found = [sketch(tensors, device)]
-        if not self._trains:
-            return found, []
-        ends = [one for one in tensors if one.requires_grad and not any(one is leaf for leaf in given)]
-        with self._backward():
-            torch.autograd.backward(ends, [end.detach().clone() for end in ends])
-        found.append(sketch([leaf.grad for leaf in grad_leaves if leaf is not None], device))
-        return found, [
-            sketch([sums], device) for sums in self._weights.sums.of(self._memory.blocks(graphs.layers))
-        ]
+    def _drawing(self, layers: range) -> frozenset[int]:
+        drawing = () if self._call.randomness is None else self._call.habits.drawing_on_device
+        return frozenset(layer for layer in layers if RngConsumer("layer", layer) in drawing)
 
-    def _eps(self, layers: range, leaves: Sequence[Any]) -> float:
-        dtypes = {leaf.dtype for leaf in tensors_of(leaves)}
-        dtypes |= {block.layout.dtype for block in self._memory.blocks(layers)}
-        return max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
+    def _attributes(self, layers: range) -> Attributes:
+        return attributes_of([ModuleCopy(*part) for layer in layers for part in self._twins.parts(layer)])
 
 
 def _words(layers: range) -> str:
     return f"layers {layers.start} to {layers.stop - 1}" if len(layers) > 1 else f"layer {layers.start}"
-
-
-def _norm(values: torch.Tensor) -> float:
-    return float(values.square().sum().sqrt())
 
 
 def _signature(leaf: Any) -> Hashable:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rp_recompute.randomness import RngConsumer
-from rp_sched import LEAST_REPLAYED, Task
 from rp_state.layers import LayerState
 from rp_state.modules.habits import Habits
 
@@ -13,13 +12,12 @@ from rp_engine.device.replica import Twins, has_hooks
 from rp_engine.execution.stage.task_context import TaskContext
 
 
-def task_reason(place: TaskContext, task: Task, *, is_whole: bool) -> str | None:
+def task_reason(place: TaskContext, *, is_whole: bool) -> str | None:
     """Why graphs launch no layer of a task; None if they may."""
     call = place.call
     reasons = {
         "this kind of device captures no graphs": not place.backend.abilities.captures_graphs,
         'recompute_grain="layer" recomputes each layer apart': call.grain == "layer",
-        f"a task runs fewer than {LEAST_REPLAYED} microbatches": len(task.microbatches) < LEAST_REPLAYED,
         "the task runs in parts, since device memory is short": not is_whole,
     }
     return next((reason for reason, is_so in reasons.items() if is_so), None)
