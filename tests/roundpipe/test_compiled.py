@@ -19,6 +19,8 @@ from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, Runtime
 from rp_transfer.cuda import inductor
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._inductor.loop_body import InterpreterShim
+from torch.fx import Tracer
 from torch.fx.experimental.proxy_tensor import make_fx
 
 
@@ -264,6 +266,27 @@ def test_layers_are_called_while_another_thread_traces(two: Runtime) -> None:
         finally:
             is_called.set()
         graph.result(100)
+
+
+@pytest.mark.slow
+def test_no_layer_is_called_while_fx_takes_modules_for_parts_of_what_it_traces(
+    two: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    plain = Tracer.trace
+
+    def trace(self: Tracer, *args: Any, **kwargs: Any) -> torch.fx.Graph:
+        # Others, of the compiler's own, call modules of other threads as they are.
+        if type(self) is Tracer:
+            threads.append(threading.current_thread().name)
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tracer, "trace", trace)
+    InterpreterShim._dummy_gm.cache_clear()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        model = RoundPipe(nn.Sequential(Layer()), runtime=two, compile_layers=True)
+        model.forward_backward((torch.ones(2, 6),), label=torch.ones(2, 6), loss_fn=square_error)
+    assert threads == [threading.current_thread().name]
 
 
 def test_gradients_are_summed_in_fp32_beside_compiled_layers(two: Runtime) -> None:

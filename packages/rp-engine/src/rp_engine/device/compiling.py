@@ -55,6 +55,8 @@ class Compiler(Eager):
         self._num_devices = num_devices
         _keep_device_guard()
         _call_while_others_trace()
+        if self._options.get("backend", launched_from_cpp) in (launched_from_cpp, "inductor"):
+            _trace_identity()
 
     def raise_limits(self) -> None:
         """Raise torch's recompile limits for the calling thread and the jobs that it submits."""
@@ -116,6 +118,14 @@ def _call_while_others_trace() -> None:
     if hasattr(symbolic_trace, "_is_fx_tracing_flag"):
         config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage] - as in `Compiler.raise_limits`
         config.force_compile_during_fx_trace = True
+
+
+def _trace_identity() -> None:
+    # The compiler traces the identity by FX when it first needs it. Meanwhile FX takes all modules that are
+    # called, also on other threads, for parts of what it traces: a layer of another device would fail.
+    from torch._inductor import loop_body
+
+    loop_body.InterpreterShim._dummy_gm()  # pyright: ignore[reportPrivateUsage] - nothing else asks for it
 
 
 # Torch's defaults: variants of one function, and variants in all, after which it runs uncompiled.
