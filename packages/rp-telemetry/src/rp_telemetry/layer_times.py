@@ -69,8 +69,8 @@ class LayerTimes:
     """Measurements of one launch: its layers' times and launching, its transfers, and the bytes kept for backward.
 
     `launches`: the processor time of launching; None on CPU devices, where a layer computes while it is launched.
-    `transfers`: copies of blocks, by device. `by_graphs`: layers that graphs launch in inner microbatches, of
-    which only replays count: Python runs them in the others while weights arrive and gradients leave. `graphed`:
+    `transfers`: copies of blocks, by device. `by_graphs`: layers that graphs launch, of which only
+    replays count: Python runs them where they are examined, captured or compared. `graphed`:
     those of which devices have graphs, also for other launches.
 
     All threads of the launch add to it. Times may be read once the launch's tasks are over and their results and
