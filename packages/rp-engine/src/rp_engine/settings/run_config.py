@@ -35,8 +35,9 @@ class RoundPipeRunConfig:
         split_input, split_label, merge_output: specs or functions for `rp_batch`; default: inferred.
             ``merge_output=False`` returns the outputs as microbatches on the host, see `RoundPipePackedData`.
         launch: how a device is told what to compute: ``"eager"``, by Python, operation by operation;
-            ``"graphs"``: by CUDA graphs where layers can be captured, see docs/performance.md. ``"auto"``, the default: by graphs where launching is measured to bound calls and
-            there is memory for them, and calls turn out to be faster. Numbers stay those of eager runs.
+            ``"graphs"``: by CUDA graphs where layers can be captured, see docs/performance.md. ``"auto"``, the
+            default: by graphs where launching is measured to bound calls and there is memory for them, and calls
+            turn out to be faster. Numbers stay those of eager runs.
         compute: how linear layers multiply: ``"bf16"``, the default, in the dtype of their weights; ``"fp8"``: in
             8 bits where they can, see docs/how-to/fp8.md; an `Fp8` says which products and layers; ``"auto"``: as
             the first training call measures to be faster, from then on. ``"fp16-sums"``, of a model alone: fp16

@@ -33,8 +33,8 @@ class LayerCost:
     `forward_launch_ms`, `backward_launch_ms`, `recompute_launch_ms`: how long a thread holds the GIL to launch the
     layer's forward pass, backward pass and recomputation for one microbatch; the last is by default that of the
     forward pass. A device computes while work is launched on it, but all devices' threads share one GIL.
-    `replay_launch_ms`: the same for each pass where a graph launches it, which it does in a task's inner
-    microbatches; None: the layer has no graphs. `graph_bytes`: the device memory that these take in a stage.
+    `replay_launch_ms`: the same for each pass where a graph launches it; None: the layer has no graphs.
+    `graph_bytes`: the device memory that these take in a stage.
 
     Raises `InvalidCost` for a number out of range, `TypeError` for a value that is not a number.
     """
