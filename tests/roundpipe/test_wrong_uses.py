@@ -90,6 +90,35 @@ WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
+def pushed_forward(net: nn.Module) -> object:
+    with torch.autograd.forward_ad.dual_level():
+        return net(torch.autograd.forward_ad.make_dual(X, X))
+
+
+TRANSFORMS: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "vmap": (lambda net: torch.vmap(lambda row: net(row[None]))(X), r"inside torch\.func\.vmap"),
+    "jacrev": (lambda net: torch.func.jacrev(net)(X), r"inside torch\.func\.grad, vjp or jacrev"),
+    # It gave no tangent, and said nothing.
+    "forward mode": (pushed_forward, "inside forward-mode differentiation"),
+    "trace": (lambda net: torch.jit.trace(net, X), r"inside torch\.jit\.trace"),
+    "export": (lambda net: torch.export.export(net, (X,)), "under FakeTensorMode"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_the_module_that_was_taken_apart_refuses_what_the_model_refuses(two: Runtime, name: str) -> None:
+    use, words = TRANSFORMS[name]
+    net = Net()
+    model = wrap(net, name="mine", runtime=two, lower_threshold=1, model_run_config=TWO)
+
+    with pytest.raises(RoundPipeError, match=rf"'mine' was called {words}"):
+        use(net)
+
+    net(X).sum().backward()
+    assert all(grad is not None for grad in grads(model))
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", WRONG)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, MutableMapping, Sequence, Set
 from dataclasses import replace
 
 import torch
+from rp_errors import RoundPipeError
 from rp_optim import Remainders
 from rp_transfer import Backend, Turns
+from torch.utils.weak import WeakIdKeyDictionary
 
 from rp_state.block import Block
 from rp_state.codes.layout import CodedLayout, coded_indices
@@ -41,10 +43,11 @@ class ModelState:
     layers were seen to do. `num_runs`: number of launched runs that add gradients; `stepped_runs`: those of them
     whose gradients a step takes or the user dropped. `health`: what failures have left of gradients, steps and
     weights. `shards`: which machine owns which parameter. `is_stepping`: a step function is running; only the
-    optimizer's thread uses it. `shows_gradients`: parameters have their ``.grad``, for code outside. `is_part`:
-    another model is stepped together with this one. `is_inside`: a module's own forward calls this model, and sees
-    what it does to its inputs. `double_buffer`: whether trained weights have second blocks, from the options or
-    decided later. `coded`: see `HostOptions`.
+    optimizer's thread uses it. `shows_gradients`: parameters have their ``.grad``, for code outside. `absent`:
+    gradients, by parameter, of those that were in a trained block and are in none now. `is_part`: another model is
+    stepped together with this one. `is_inside`: a module's own forward calls this model, and sees what it does to
+    its inputs. `double_buffer`: whether trained weights have second blocks, from the options or decided later.
+    `coded`: see `HostOptions`.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class ModelState:
         self.stepped_runs = 0
         self.is_stepping = False
         self.shows_gradients = False
+        self.absent: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
         self._reads = MissingOfMaster(self)
         self._own_reads = MissingOfParameter(self)
         # Whether a step has used gradients that the step before it had used, and whether that was told.
@@ -94,11 +98,22 @@ class ModelState:
         self.blocks = tuple(dict.fromkeys(block for layer in self.layers for block in layer.blocks))
         self.trainable = tuple(block for block in self.blocks if block.kind == "trainable")
         self.coded = self.options.coded(self.modules)
+        self._has_given = _has_given(self.modules)
         self._divide(self.shards)
         if self.options.steps_in_backward:
             self._share_gradients()
         watch_parameters(self.trainable_tensors(), self._own_reads)
         self._seen = SeenModules(self.modules, _places(kept))
+
+    def refuse_given(self) -> None:
+        """Raise `RoundPipeError` if a call is to train weights that are no parameters of the model."""
+        if self._has_given:
+            raise RoundPipeError(
+                f"model {self.name!r} has tensors that require grad in the place of parameters, as "
+                "torch.func.functional_call puts there for a call: devices would not return their gradients. Call "
+                "it with values, that is under torch.no_grad() or with detached tensors, or differentiate through "
+                "a model that is not wrapped"
+            )
 
     def _share_gradients(self) -> None:
         for blocks in sharing(self.trainable):
@@ -186,7 +201,7 @@ class ModelState:
         ]
 
     def rebuild(self, foresee: Foresee, kept: Sequence[Block] = ()) -> None:
-        """Build again, except for the blocks that are `kept`; keep the gradients of those still trained."""
+        """Build again, except for the blocks that are `kept`; keep all gradients, some of them in `absent`."""
         held = {
             tensor: block.gradient.view(index).clone()
             for block in self.trainable
@@ -194,14 +209,14 @@ class ModelState:
             for index, tensor in enumerate(block.tensors)
             if index in block.gradient.written
         }
+        self.absent.update(held)
         trained = set(self.trainable_tensors())
         self.build(foresee, kept)
         self._move_halves(kept)
         self._take_over_unfrozen(trained)
         for block in self.trainable:
-            for index, tensor in enumerate(block.tensors):
-                if tensor in held:
-                    block.gradient.put(index, held[tensor])
+            for index in [i for i, tensor in enumerate(block.tensors) if tensor in self.absent]:
+                block.gradient.put(index, self.absent.pop(block.tensors[index]))
 
     def _move_halves(self, kept: Sequence[Block]) -> None:
         """Move upper halves from the old blocks into the new ones, or to separate memory where there is none."""
@@ -361,6 +376,12 @@ class ModelState:
     def first_trainable(self) -> int:
         """Return the lowest layer that is trained; the number of layers if none is."""
         return next((layer.index for layer in self.layers if layer.trainable), len(self.layers))
+
+
+def _has_given(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether a tensor that requires grad, and is no parameter, has the place of one."""
+    found = (each for module in modules for each in module.parameters())
+    return any(each.requires_grad and not isinstance(each, torch.nn.Parameter) for each in found)  # pyright: ignore[reportUnnecessaryIsInstance] - `functional_call` puts others there
 
 
 def _places(blocks: Iterable[Block]) -> dict[int, int]:

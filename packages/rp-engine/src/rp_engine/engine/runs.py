@@ -87,6 +87,8 @@ class Runs(Observer):
         step: NoStep = NO_STEP,
     ) -> Run:
         """Start the run of a call. `step`: an optimizer's, which takes the gradients as they arrive."""
+        if mode != "infer":
+            self.host.state.refuse_given()
         if self.planner.looks_back(config, mode, batch.size):
             self.host.wait_for_calls()
         tasks = self.planner.tasks(config, mode, batch.size, input_grads=bool(batch.inputs))

@@ -185,6 +185,17 @@ def tell_reuse(name: str, state: ModelState) -> None:
         )
 
 
+def tell_absent(name: str, state: ModelState) -> None:
+    """Warn of gradients that a step leaves out, since their parameters are not trained in the model now."""
+    if state.absent:
+        warn_user(
+            f"a step of model {name!r} leaves out and drops gradients of parameters ({len(state.absent)}) that "
+            "were replaced, removed or frozen since the call that computed them; put them back before the step, "
+            "or call model.zero_grad() before they are replaced",
+            TrainingWarning,
+        )
+
+
 @cache
 def watch_optimizers() -> None:
     """Register hooks that check all optimizers of the process when they step.

@@ -38,8 +38,7 @@ def check_call(model: nn.Module, name: str, **trees: Any) -> None:
     while ``torch.jit`` traces, and in the training forward of ``DistributedDataParallel``; `TypeError` for
     nested, sparse, quantized and meta tensors.
     """
-    _refuse_transforms(name)
-    _refuse_tracing(name)
+    refuse_transforms(name)
     _refuse_replicas(name)
     _look_at_modes(model, name)
     for root, tree in trees.items():
@@ -95,7 +94,18 @@ def odd(tensor: torch.Tensor) -> tuple[str, str] | None:
     return None
 
 
-def _refuse_transforms(name: str) -> None:
+def refuse_transforms(name: str) -> None:
+    """Raise `RoundPipeError` inside a transform or a forward-mode level, and while torch traces or exports."""
+    _refuse_functions(name)
+    _refuse_tracing(name)
+    if any(type(mode).__name__ == "FakeTensorMode" for mode in _get_current_dispatch_mode_stack()):
+        raise RoundPipeError(
+            f"model {name!r} was called under FakeTensorMode, but its devices compute with values; call the "
+            "model that was wrapped, before wrapping it"
+        )
+
+
+def _refuse_functions(name: str) -> None:
     found: Any = _FUNCTORCH.peek_interpreter_stack()
     kind = None if found is None else str(found.key().name)
     what = None if kind is None else f"torch.func.{_TRANSFORMS.get(kind, 'a transform')}"
@@ -162,11 +172,6 @@ _TOLD: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 def _look_at_modes(model: nn.Module, name: str) -> None:
     for mode in _get_current_dispatch_mode_stack():
         kind = "FlopCounterMode" if isinstance(mode, _FlopCounterMode) else type(mode).__name__
-        if kind == "FakeTensorMode":
-            raise RoundPipeError(
-                f"model {name!r} was called under FakeTensorMode, but its devices compute with values; call the "
-                "model that was wrapped, before wrapping it"
-            )
         _tell_once(model, name, kind, _OF_MODES)
     for mode in _get_current_function_mode_stack():
         if not isinstance(mode, DeviceContext):

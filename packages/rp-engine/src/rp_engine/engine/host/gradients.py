@@ -12,6 +12,7 @@ from rp_state.grad_attribute.exposure import Exposure
 from rp_state.model_state import ModelState
 
 from rp_engine.errors import RoundPipeError
+from rp_engine.optimizer.optimizer_watch import tell_absent
 from rp_engine.peers.peers import SharedModel
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.runtime.tickets import own_turn
@@ -89,7 +90,9 @@ class HostGradients:
             block.gradient.collect(found, block.tensors)
 
     def note_stepped(self) -> None:
-        """Note that a step takes the gradients of all calls so far."""
+        """Note that a step takes the gradients of all calls so far, and tell which of them it cannot."""
+        tell_absent(self._name, self._state)
+        self._state.absent.clear()
         self.additions.clear()
         self._shared.note_stepped()
 
@@ -97,6 +100,7 @@ class HostGradients:
         """Drop all gradients, also those of a failed call; no task may be running."""
         self.additions.clear()
         self._state.stepped_runs = self._state.num_runs
+        self._state.absent.clear()
         self._shared.note_dropped()
         self._take_back()
         self._state.health.forget_gradients()

@@ -335,6 +335,8 @@ class HostParameters:
 
     def _note_rebuilt(self, kept: Sequence[Block]) -> None:
         self.gradients.keep_additions(kept)
+        # What stands in ``.grad`` of parameters that are new.
+        self.gradients.collect()
         self._observer.note_rebuilt()
 
     def _settle(self) -> None:
