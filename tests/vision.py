@@ -33,10 +33,23 @@ MARKS = {
     "qwen3-vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": "<start_of_image>",
     "llava": "<image>",
+    "glm4v": "<|begin_of_image|><|image|><|end_of_image|>",
 }
-_PLACEHOLDERS = {"qwen3-vl": "<|image_pad|>", "gemma3": "<image_soft_token>", "llava": "<image>"}
+# The same of a video.
+FILM_MARKS = {
+    "qwen3-vl": "<|vision_start|><|video_pad|><|vision_end|>",
+    "glm4v": "<|begin_of_video|><|video|><|end_of_video|>",
+}
+_PLACEHOLDERS = {
+    "glm4v": "<|image|>",
+    "qwen3-vl": "<|image_pad|>",
+    "gemma3": "<image_soft_token>",
+    "llava": "<image>",
+}
 _SPECIAL = ["<|end|>", "<|im_start|>", "<|im_end|>", "<pad>"]
 _SPECIAL += ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+_SPECIAL += ["<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>"]
+_SPECIAL += ["<|begin_of_video|>", "<|end_of_video|>"]
 _SPECIAL += ["<start_of_image>", "<end_of_image>", "<image_soft_token>", "<image>"]
 
 
@@ -51,6 +64,8 @@ def template(family: str) -> str:
         "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
         "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
         + MARKS[family]
+        + "{% elif part['type'] == 'video' %}"
+        + FILM_MARKS.get(family, "")
         + "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
     )
     return (
@@ -91,6 +106,12 @@ def processor(family: str) -> Any:
         sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "size": area}
         images, videos = hf.Qwen2VLImageProcessor(**sizes), hf.Qwen3VLVideoProcessor(**sizes)
         return hf.Qwen3VLProcessor(images, made, videos, chat_template=chat)
+    if family == "glm4v":
+        # Its bound of pixels is of all frames together.
+        area = {"shortest_edge": 64, "longest_edge": 2048}
+        sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "size": area}
+        images, videos = hf.Glm4vImageProcessor(**sizes), hf.Glm4vVideoProcessor(**sizes)
+        return hf.Glm4vProcessor(images, made, videos, chat_template=chat)
     if family == "gemma3":
         return hf.Gemma3Processor(
             hf.Gemma3ImageProcessor(size=square), made, chat_template=chat, image_seq_length=4
@@ -123,6 +144,17 @@ def config(family: str) -> Any:
             image_token_id=token,
             video_token_id=_SPECIAL.index("<|video_pad|>"),
             **words,
+        )
+    if family == "glm4v":
+        rotary = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+        return hf.Glm4vConfig(
+            text_config={**_TEXT, "rope_parameters": rotary},
+            vision_config={
+                **{"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4},
+                **{"out_hidden_size": 32, "image_size": 16},
+            },
+            image_token_id=token,
+            video_token_id=_SPECIAL.index("<|video|>"),
         )
     if family == "gemma3":
         return hf.Gemma3Config(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 import vision
 from rp_cli.main import main
-from rp_data.batching import collating
+from rp_data.images import pictures
 from safetensors.torch import load_file
 
 pytest.importorskip("torchvision")
@@ -41,13 +42,13 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    places, decode = list[str](), collating.decoded
+    places, decode = list[str](), pictures.decoded
 
     def counted(place: str, content: bytes) -> Any:
         places.append(place)
         return decode(place, content)
 
-    monkeypatch.setattr(collating, "decoded", counted)
+    monkeypatch.setattr(pictures, "decoded", counted)
     return places
 
 
@@ -80,7 +81,7 @@ def test_runs_with_a_cache_are_those_without_and_decode_nothing_twice(model, dat
     assert 0 < sum(one.stat().st_size for one in (tmp_path / "small").glob("??/*")) <= 10_000
 
 
-def test_prepare_keeps_what_train_uses(model, data, tmp_path, decoded):
+def test_prepare_keeps_what_train_and_eval_use(model, data, tmp_path, decoded, capsys):
     given = ["--model", str(model), "--image-cache", str(tmp_path / "kept"), "--image-cache-gb", "0.1"]
     made = ["prepare", *given, "--data", str(data), "--output", str(tmp_path / "made"), "--sequence", "256"]
     assert main(made) == 0
@@ -95,6 +96,16 @@ def test_prepare_keeps_what_train_uses(model, data, tmp_path, decoded):
 
     assert sorted(tmp_path.glob("kept/??/*")) == kept
     assert len(decoded) <= 5
+    losses = []
+    for more in ([], given[2:4], given[2:4]):
+        decoded.clear()
+        capsys.readouterr()
+        assert main(["eval", str(tmp_path / "run"), "--data", str(data), "--json", *more]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+    assert losses[0] == losses[1] == losses[2]
+    # What the processor makes of the first batch is compared once.
+    assert len(decoded) <= 9
+    assert sorted(tmp_path.glob("kept/??/*")) == kept
     assert all(torch.tensor(finetuning.lines(tmp_path / "run")[0]["loss"]).isfinite() for _ in kept)
 
 

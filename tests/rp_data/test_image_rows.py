@@ -24,8 +24,15 @@ def test_images_that_no_template_would_show_are_refused():
     wrong = {
         "has images in 'images' and 'image'": {"messages": asked, "images": ["a.png"], "image": "b.png"},
         "a message has 'images' beside its content": {"messages": [{**asked[0], "images": ["a.png"]}, SAID]},
-        "has images, which need a conversation": {"prompt": "one", "completion": "two", "image": "a.png"},
-        "has videos, which are not read": {"messages": asked, "videos": ["a.mp4"]},
+        "has images or videos, which need a conversation": {
+            "prompt": "one",
+            "completion": "two",
+            "image": "a.png",
+        },
+        "has audios, which are not read": {"messages": asked, "audios": ["a.mp3"]},
+        "a part of type 'image' has 'max_pixels', which is not read": {
+            "messages": [{"role": "user", "content": [{"type": "image", "url": "a.png", "max_pixels": 9}]}, SAID]
+        },
     }
 
     for words, row in wrong.items():

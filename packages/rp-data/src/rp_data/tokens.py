@@ -17,7 +17,7 @@ from rp_trainer.errors import Refused
 
 from rp_data.chat.turns import ASSISTANT, ChatTemplate
 from rp_data.documents import Counts, Document, Documents
-from rp_data.images.decoding import decoded
+from rp_data.images.films import Frames, shown
 from rp_data.images.pictures import Picture, Seen
 from rp_data.images.processor import Sight
 from rp_data.images.sources import Source
@@ -162,7 +162,7 @@ class Reader:
             raise Refused(f"{chat.place} has images, but {sight}")
         text, spans = template.text_and_spans(chat, assistant_only=self._completions_only)
         found = [self._picture(source, sight) for source in chat.images]
-        expanded = sight.expanded(chat.place, text, [image for _, image in found])
+        expanded = sight.expanded(chat.place, text, shown(found))
         self.shaped |= {*expanded.shaped}
         self._check_text(chat.place, list(compress(expanded.tokens, expanded.learned(None))))
         learned = expanded.learned(spans)
@@ -192,17 +192,19 @@ class Reader:
 
     def _picture(self, source: Source, sight: Sight) -> tuple[Picture, Any]:
         content, path = source.content()
-        picture = Picture(source.place, hashlib.sha256(content).hexdigest(), path)
+        digest = hashlib.sha256(content).hexdigest()
+        picture = Picture(source.place, digest, path, film=source.film, fps=source.fps)
         self._budget.allow(source.place, len(content))
 
         def decode() -> Any:
-            image = decoded(source.place, content)
-            self._budget.allow(source.place, image.width * image.height)
-            return image
+            made = picture.decoded(content)
+            for image in made.pictures if isinstance(made, Frames) else [made]:
+                self._budget.allow(source.place, image.width * image.height)
+            return made
 
         if path is None:
             self.inline[picture.digest] = content
-        return picture, sight.image(source.place, picture.digest, decode)
+        return picture, sight.image(source.place, digest, decode, is_film=picture.film >= 0)
 
     def _of_completion(self, sample: Completion) -> Document:
         """Return a document whose completion begins with the first token that differs from the prompt's."""

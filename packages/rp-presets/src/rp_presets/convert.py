@@ -77,6 +77,11 @@ class Row(nn.Sequential):
         return self._images.names
 
     @property
+    def has_images_or_videos(self) -> bool:
+        """Whether no call may have both images and videos, since they fill the same placeholders."""
+        return isinstance(self._images, WithVideos) and self._images.are_apart
+
+    @property
     def refuses_images(self) -> str:
         """Why it takes no images, though its model does; empty otherwise."""
         return self._images.reason if isinstance(self._images, Unseen) else ""

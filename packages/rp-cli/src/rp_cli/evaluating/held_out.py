@@ -13,6 +13,7 @@ from rp_data.batching.batches import Sequences
 from rp_data.batching.collating import collator_of
 from rp_data.documents import Documents
 from rp_data.documents import held_out as divided
+from rp_data.images.store import Store
 from rp_data.library import library_source
 from rp_data.reading import Eyes, Manner, check_some, read_all
 from rp_sources.sources import Source
@@ -65,9 +66,13 @@ def held_out(source: Source, options: EvalOptions) -> HeldOut:
     wanted = _given(options, run) if options.data is not None else _of_run(source, options, run)
     # Rows with these are no data of the run either.
     manner = replace(wanted.manner, placeholders=placeholders_in(source.model / "config.json"))
-    eyes = Eyes(partial(sight_in, source))
+    eyes = Eyes(
+        partial(sight_in, source, Store.opener("--image-cache", options.image_cache, options.image_cache_gb))
+    )
     tokenizer, _, read = read_all(partial(loaded_tokenizer, source), wanted.given, manner, eyes=eyes)
     collator = collator_of(read, eyes.load, eyes.spool)
+    if collator is None and options.image_cache is not None:
+        raise Refused("--image-cache is for images, but the data has none; omit it")
     documents = read[-1]
     cut = documents.counts.lines(wanted.manner.sequence)
     notes = [*cut, *documents.notes.lines(wanted.given[-1][0]), *_changed(wanted, read)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rp_trainer.errors import Refused
 
-from rp_cli.options import shared
+from rp_cli.options import images, shared
 from rp_cli.options.declared import option
 from rp_cli.options.kinds import FLAG, OFF, TEXT, number, path, several, whole
 from rp_cli.talking.options import ModelOptions
@@ -43,6 +43,8 @@ class EvalOptions(ModelOptions):
     packing: bool = _loss("one document in a sequence, as a run may have had it", OFF, False, name="no_packing")
     completions_only: bool = _loss("count completions and what the assistant says only, as a run may", FLAG, False)
     skip_bad_rows: bool = _loss("omit rows that cannot be used, and tell which", FLAG, False)
+    image_cache: Path | None = images.image_cache("--image-cache of `roundpipe train`", group="the loss")
+    image_cache_gb: float = images.image_cache_gb(group="the loss")
     tasks: tuple[str, ...] | None = _tasks("names of tasks or groups of lm-eval", several(TEXT), excludes="data")
     include_path: Path | None = _tasks(
         "a folder with tasks of your own, which may run code of theirs", path("FOLDER"), needs=_NEEDS_TASKS
@@ -59,3 +61,5 @@ class EvalOptions(ModelOptions):
         """Refuse options that do not go together."""
         if self.tasks is not None and self.sequence is not None:
             raise Refused("--sequence is for --data; lm-eval's tasks have sequences of their own")
+        if self.tasks is not None and self.image_cache is not None:
+            raise Refused("--image-cache is for --data; lm-eval's tasks are text")

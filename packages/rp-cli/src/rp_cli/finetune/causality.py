@@ -61,6 +61,7 @@ def check_images(model: RoundPipe, call: Mapping[str, Any], place: str, processo
     errors of a model's code for what it was not made for are any.
     """
     config = RoundPipeRunConfig(num_microbatch=len(call["input_ids"]))
+    _check_videos(model, call, place)
     try:
         with _trying(model):
             model.loss(input_kwargs=dict(call), run_config=config)
@@ -72,6 +73,19 @@ def check_images(model: RoundPipe, call: Mapping[str, Any], place: str, processo
             f"{place}: a {name} does not take what a {processor} makes of it ({type(error).__name__}: {error}); "
             "name the folder of the model's own processor with --tokenizer"
         ) from error
+
+
+def _check_videos(model: RoundPipe, call: Mapping[str, Any], place: str) -> None:
+    row, name = model.model, type(model.named_model).__name__
+    if "pixel_values_videos" not in call:
+        return
+    if "pixel_values_videos" not in getattr(row, "image_arguments", ()):
+        raise Refused(f"{place}: a row of a {name} takes no videos (docs/models.md); leave rows with some out")
+    if "pixel_values" in call and getattr(row, "has_images_or_videos", False):
+        raise Refused(
+            f"{place}: a {name} takes images or videos in one call, not both, and the data has both; leave one "
+            "kind out, and train on it in a run of its own"
+        )
 
 
 @contextmanager

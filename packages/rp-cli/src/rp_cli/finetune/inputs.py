@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any
 from rp_data.batching.ahead import Ahead
 from rp_data.batching.batches import Sequences, Steps
 from rp_data.batching.collating import Collator, collator_of
-from rp_data.documents import Documents, held_out, repeats
+from rp_data.documents import Document, Documents, held_out, repeats
 from rp_data.gathered import Gathered
 from rp_data.images.pictures import Spool
 from rp_data.images.processor import Sight
@@ -43,18 +43,27 @@ class Data:
     notes: Sequence[str]
     sight: Sight | None = None
 
-    def images(self, placeholder: int | None) -> tuple[int, int, int]:
+    def images(self, placeholders: Collection[int]) -> tuple[int, int, int]:
         """Return how many images the data to train on has, how many tokens they take, and its samples."""
         seen = [one for one in self.training.all if one.seen is not None]
-        tokens = 0 if placeholder is None else sum(one.tokens.count(placeholder) for one in seen)
+        tokens = sum(one.tokens.count(placeholder) for one in seen for placeholder in placeholders)
         return sum(len(one.seen.pictures) for one in seen if one.seen), tokens, len(self.training.all)
 
     def with_images(self, pad: int, rows: int) -> tuple[str, dict[str, Tensor]] | None:
-        """Return the place of the first image to train on, and a call's arguments with its row so many times."""
-        document = next((one for one in self.training.all if one.seen), None)
-        if document is None or document.seen is None:
+        """Return the place of the first image to train on, and a call's arguments with its row so many times.
+
+        And with the row of the first video, if there is one.
+        """
+        found = [first for kind in (False, True) if (first := self._first(is_film=kind)) is not None]
+        if not found:
             return None
-        return document.seen.pictures[0].place, self.sequences.of([[document]] * rows, pad)
+        place, _ = found[0]
+        return place, self.sequences.of([[document] for _, document in found] * rows, pad)
+
+    def _first(self, *, is_film: bool) -> tuple[str, Document] | None:
+        """Return the first document with an image, or with a video, and the place of that."""
+        shown = ((one, picture) for one in self.training.all if one.seen for picture in one.seen.pictures)
+        return next(((one.place, document) for document, one in shown if (one.film >= 0) is is_film), None)
 
 
 def read_data(options: FineTuning, clock: datetime) -> tuple[Any, Data]:
@@ -124,10 +133,13 @@ def _data(
 
 def _about_images(options: FineTuning, training: Documents) -> str:
     packing = "; samples are not packed, as with --no-packing, since images are not" if options.packing else ""
+    rows = [[picture.film for picture in one.seen.pictures] for one in training.all if one.seen]
+    videos = sum(max(row) + 1 for row in rows)
+    shown = f"{sum(row.count(-1) for row in rows):,} images" + (f" and {videos:,} videos" if videos else "")
     if options.image_cache is None:
-        return f"{training.images:,} images, decoded for each step while the one before trains{packing}"
+        return f"{shown}, decoded for each step while the one before trains{packing}"
     kept = f"kept in {options.image_cache}, up to {options.image_cache_gb:g} GB"
-    return f"{training.images:,} images; what the processor makes of them is {kept}{packing}"
+    return f"{shown}; what the processor makes of {'images' if videos else 'them'} is {kept}{packing}"
 
 
 def _sequences(

@@ -140,23 +140,12 @@ def sight_for(options: FineTuning) -> Sight | str:
     if not has_processor(folder):
         return f"there is no processor in {folder} (processor_config.json); name a folder that has one"
     bounds = {"min_pixels": options.min_pixels, "max_pixels": options.max_pixels}
-    kept = options.image_cache
-    if kept is None:
-        return sight_of(folder, bounds)
-    return sight_of(folder, bounds, lambda: Store("--image-cache", kept, int(options.image_cache_gb * 1e9)))
+    return sight_of(folder, bounds, Store.opener("--image-cache", options.image_cache, options.image_cache_gb))
 
 
 def placeholders_in(config: Path) -> frozenset[int]:
     """Return the tokens that the model of a config file replaces by what it sees or hears."""
     return placeholders(config_of(config, is_stored=True))
-
-
-def placeholder_of(options: FineTuning) -> int | None:
-    """Return the token that the model replaces by a feature of an image."""
-    config = config_of(config_file(options), is_stored=True)
-    return next(
-        (getattr(config, name) for name in ("image_token_id", "image_token_index") if hasattr(config, name)), None
-    )
 
 
 def pad_of(tokenizer: Any) -> int:

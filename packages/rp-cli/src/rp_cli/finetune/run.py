@@ -36,8 +36,9 @@ from rp_cli.finetune.model import (
     check_folders,
     check_model,
     check_weights,
+    config_file,
     pad_of,
-    placeholder_of,
+    placeholders_in,
     save_model,
     trained_on,
     without_bars,
@@ -266,7 +267,7 @@ def _planned(
             runtime,
             data.training.largest,
             vocabulary,
-            images=None if data.sight is None else data.images(placeholder_of(options)),
+            images=None if data.sight is None else data.images(placeholders_in(config_file(options))),
         )
         text = summary(answer)
         assert answer.planned is not None

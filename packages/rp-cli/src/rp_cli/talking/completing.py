@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
-from rp_data.images.decoding import decoded
+from rp_data.images.films import shown
 from rp_data.notes import Notes
 from rp_data.rows.prompts import Prompt, read_prompts
 from rp_data.samples import Chat
@@ -89,8 +89,7 @@ def _completed(speaker: Speaker, batch: Sequence[Prompt]) -> list[str]:
     with refusing("--prompts ", (Refused,)):
         texts = [one if isinstance(one, str) else speaker.text_of(one) for one in asked]
     images = [
-        [decoded(one.place, one.content()[0]) for one in (() if isinstance(chat, str) else chat.images)]
-        for chat in asked
+        shown((one, one.decoded()) for one in (() if isinstance(chat, str) else chat.images)) for chat in asked
     ]
     is_text, shows = _kind(batch[0])
     with refusing(f"{batch[0].place}: ", (Refused,)):

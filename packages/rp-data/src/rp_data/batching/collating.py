@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad as padded
 
 from rp_data.documents import Document, Documents
-from rp_data.images.decoding import decoded
+from rp_data.images.films import shown
 from rp_data.images.pictures import Picture, Spool
 from rp_data.images.processor import Sight
 
@@ -45,7 +45,10 @@ class Collator:
             [self._workers.submit(self._image, one) for one in _pictures(document)] for document in documents
         ]
         texts = ["" if one.seen is None else one.seen.text for one in documents]
-        ready = [[image.result() for image in some] for some in images]
+        ready = [
+            shown(zip(_pictures(document), [image.result() for image in some], strict=True))
+            for document, some in zip(documents, images, strict=True)
+        ]
         with self._lock:
             found = self.sight.processed(texts, ready)
         self._check(documents, found["input_ids"])
@@ -59,9 +62,9 @@ class Collator:
 
     def _image(self, picture: Picture) -> Any:
         def decode() -> Any:
-            return decoded(picture.place, self._spool.content(picture))
+            return picture.decoded(self._spool.content(picture))
 
-        return self.sight.image(picture.place, picture.digest, decode)
+        return self.sight.image(picture.place, picture.digest, decode, is_film=picture.film >= 0)
 
     def _check(self, documents: Sequence[Document], ids: Tensor) -> None:
         """Refuse a processor that makes other tokens now: images would meet the placeholders of others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count
@@ -16,13 +17,14 @@ from rp_trainer.errors import Refused
 from torch import Tensor
 
 from rp_data.images.decoding import pillow
+from rp_data.images.films import Film
 from rp_data.images.kept import lazy_image
 from rp_data.images.store import Store
 from rp_data.images.trying import are_same, keep_images
 from rp_data.offsets import Span, tokenized
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
-_IDS, _MASK = "input_ids", "attention_mask"
+_IDS, _MASK, _VIDEOS = "input_ids", "attention_mask", "pixel_values_videos"
 _BOUNDS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
@@ -119,34 +121,34 @@ class Sight:
         self._own = copy.deepcopy(processor)
         words = self._own.tokenizer
         words.pad_token = words.pad_token or words.eos_token
+        # Of the videos so far, where a batch has them in one tensor.
+        self._frames = 0
         self.keeps = store is not None
         self._unchecked = self._own.image_processor if store is not None else None
         if store is not None:
             keep_images(self._own, self._processed, store)
 
-    def image(self, place: str, digest: str, decode: Callable[[], Any]) -> Any:
+    def image(self, place: str, digest: str, decode: Callable[[], Any], *, is_film: bool = False) -> Any:
         """Return an image, for the other methods: decoded, unless what was made of it may be kept.
 
-        `digest`: of its file's bytes, in hexadecimal digits. `decode`: returns it in RGB.
+        `digest`: of its file's bytes, in hexadecimal digits. `decode`: returns it in RGB. `is_film`: it is a part
+        of a video, of which nothing is kept.
         """
-        return lazy_image(place, digest, decode) if self.keeps else decode()
+        return lazy_image(place, digest, decode) if self.keeps and not is_film else decode()
 
     def expanded(self, place: str, text: str, images: Sequence[Any]) -> Expanded:
         """Return a text with its images expanded. Raises `Refused` if the text has not a mark for each."""
-        mark: str = self._own.image_token
-        parts = text.split(mark)
-        if len(parts) - 1 != len(images):
-            raise Refused(
-                f"{place}: the chat template must write {mark!r} once for each of {len(images)} images, but wrote "
-                f"it {len(parts) - 1} times; leave the mark out of the messages' text, or give --tokenizer a "
-                "folder whose template writes images"
-            )
+        wanted = [self._mark_of(place, one) for one in images]
+        pieces = re.split(f"({'|'.join(map(re.escape, self._marks))})", text)
+        parts, marks = pieces[::2], pieces[1::2]
+        _check_marks(place, marks, wanted, self._marks[0])
         found, texts = self._recorded(place, text, images)
+        self._check_frames(place, found)
         ids = cast("list[int]", found[_IDS][0].tolist())  # pyright: ignore[reportUnknownMemberType]
         for whole in texts:
             tokens = tokenized(self._own.tokenizer, whole)
             if tokens.tokens == ids and tokens.offsets is not None:
-                kept = _kept(parts, len(mark), whole, self._places(place, parts, whole, images))
+                kept = _kept(parts, marks, whole, self._places(place, parts, marks, whole, images))
                 if kept is not None:
                     shaped = [name for name, one in found.items() if _is_shaped(name, one, found[_IDS])]
                     return Expanded(ids, tokens, kept, sorted(shaped))
@@ -154,6 +156,32 @@ class Sight:
             f"{place}: it is unknown which tokens stand for images: {type(self._own).__name__} does not tell the "
             "characters of each token; use a fast tokenizer"
         )
+
+    @property
+    def _marks(self) -> list[str]:
+        """What stands for an image in a text, and for a video, if the processor takes some."""
+        own = self._own
+        of_videos = getattr(own, "video_token", None) if getattr(own, "video_processor", None) else None
+        return [own.image_token, *([of_videos] if of_videos else [])]
+
+    def _mark_of(self, place: str, one: Any) -> str:
+        if not isinstance(one, Film):
+            return self._marks[0]
+        if len(self._marks) == 1:
+            raise Refused(f"{place} has a video, but the {type(self._own).__name__} takes none; leave the row out")
+        return self._marks[1]
+
+    def _check_frames(self, place: str, found: Mapping[str, Tensor]) -> None:
+        """Refuse videos of other numbers of frames than before, where a batch has them in one tensor."""
+        videos = found.get(_VIDEOS)
+        if videos is None or videos.ndim != 5:
+            return
+        self._frames = self._frames or videos.shape[1]
+        if videos.shape[1] != self._frames:
+            raise Refused(
+                f"{place}: the {type(self._own).__name__} takes videos of as many frames each, but this one has "
+                f"{videos.shape[1]}, and one before has {self._frames}; give all as many, or leave the row out"
+            )
 
     def _recorded(self, place: str, text: str, images: Sequence[Any]) -> tuple[dict[str, Tensor], list[str]]:
         """Return what the processor makes of a text, and the texts that it gives its tokenizer."""
@@ -165,7 +193,9 @@ class Sight:
         finally:
             self._own.tokenizer = words
 
-    def _places(self, place: str, parts: Sequence[str], whole: str, images: Sequence[Any]) -> list[int]:
+    def _places(
+        self, place: str, parts: Sequence[str], marks: Sequence[str], whole: str, images: Sequence[Any]
+    ) -> list[int]:
         """Return where each part of a text is in the whole; nothing if that is unknown.
 
         What stands for an image may have the letters of a part between images, such as a new line. Then the
@@ -175,9 +205,8 @@ class Sight:
         if all(whole.find(one) == whole.rfind(one) for one in between if one):
             return [0, *map(whole.find, between), len(whole) - len(parts[-1])]
         word = next(word for number in count() if (word := f"[{number}]") not in whole)
-        _, texts = self._recorded(
-            place, self._own.image_token.join([parts[0], *[word] * len(between), parts[-1]]), images
-        )
+        told = zip([parts[0], *[word] * len(between), parts[-1]], [*marks, ""], strict=True)
+        _, texts = self._recorded(place, "".join(one for pair in told for one in pair), images)
         return next((found for text in texts if (found := _between(text.split(word), parts, whole))), list[int]())
 
     def processed(self, texts: Sequence[str], images: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
@@ -211,14 +240,22 @@ class Sight:
     def _processed(
         self, texts: Sequence[str], images: Sequence[Sequence[Any]], *, padded_at: str = "right"
     ) -> dict[str, Tensor]:
+        films = [one for some in images for one in some if isinstance(one, Film)]
+        stills = [[one for one in some if not isinstance(one, Film)] for some in images]
+        given: dict[str, Any] = {"images": stills} if any(stills) or not films else {}
+        if films:
+            given |= {"videos": [list(one.frames) for one in films], "do_sample_frames": False}
+            given["video_metadata"] = [one.metadata for one in films]
         found = self._own(
             text=list(texts),
-            images=[list(some) for some in images],
+            **given,
             padding=True,
             padding_side=padded_at,
             add_special_tokens=False,
             return_tensors="pt",
         )
+        if films and not isinstance(found.get(_VIDEOS), torch.Tensor):
+            raise Refused(f"the {type(self._own).__name__} does not make one tensor of videos; make them alike")
         return {name: one for name, one in found.items() if isinstance(one, torch.Tensor)}
 
 
@@ -256,21 +293,38 @@ def _between(pieces: Sequence[str], parts: Sequence[str], whole: str) -> list[in
     return ends[:-1:2] if "".join(alternating) == whole else []
 
 
-def _kept(parts: Sequence[str], mark: int, whole: str, places: Sequence[int]) -> list[tuple[Span, int]] | None:
+def _check_marks(place: str, marks: Sequence[str], wanted: Sequence[str], of_images: str) -> None:
+    """Refuse a text that has not a mark for each image and each video. `wanted`: those, in order."""
+    if [*marks] == [*wanted]:
+        return
+    for mark in dict.fromkeys([*wanted, *marks]):
+        if marks.count(mark) != wanted.count(mark):
+            kind = "images" if mark == of_images else "videos"
+            raise Refused(
+                f"{place}: the chat template must write {mark!r} once for each of {wanted.count(mark)} {kind}, "
+                f"but wrote it {marks.count(mark)} times; leave the mark out of the messages' text, or give "
+                f"--tokenizer a folder whose template writes {kind}"
+            )
+    raise Refused(f"{place}: the chat template must write images and videos in their order, but does not")
+
+
+def _kept(
+    parts: Sequence[str], marks: Sequence[str], whole: str, places: Sequence[int]
+) -> list[tuple[Span, int]] | None:
     """Return where each part of a text was and is; None if they are not at these places of the whole, in order.
 
-    >>> _kept(["a ", " b"], 3, "a IIII b", [0, 6])
+    >>> _kept(["a ", " b"], ["<I>"], "a IIII b", [0, 6])
     [((0, 2), 0), ((5, 7), 6)]
     """
     if len(places) != len(parts):
         return None
     found: list[tuple[Span, int]] = []
     was = end = 0
-    for part, at in zip(parts, places, strict=True):
+    for part, mark, at in zip(parts, [*marks, ""], places, strict=True):
         if part:
             if at < end or not whole.startswith(part, at):
                 return None
             found.append(((was, was + len(part)), at))
             end = at + len(part)
-        was += len(part) + mark
+        was += len(part) + len(mark)
     return found

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from urllib.parse import unquote, unquote_to_bytes
 
 from rp_strangers.files import bounded_bytes
 from rp_trainer.errors import Refused
+
+from rp_data.images.decoding import decoded, frames_of
 
 # Far more than a photograph has.
 _MOST_BYTES = 2**28
@@ -23,17 +27,26 @@ _MOST_LETTERS = 255
 FIELDS = ("bytes", "image", "path", "url", "image_url", "base64")
 # Those of a row.
 COLUMNS = ("images", "image")
+# The same of videos. A video is a file, a folder of frames, or a list of frames.
+FILM_FIELDS = ("video", "frames", "path", "url", "video_url", "bytes", "base64")
+FILM_COLUMNS = ("videos", "video")
+RATES = ("fps", "sample_fps")
 _WANTED = "a path, bytes, or a data URI"
 _HINT = "; write base64 into the field 'base64' of a part, or as data:;base64,..."
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An image that a row names. `place`: its row and number. `folder`: of the file that has the row."""
+    """An image that a row names. `place`: its row and number. `folder`: of the file that has the row.
+
+    `film`, `fps`: of which video it is a part, see `films.Numbered`.
+    """
 
     place: str
     given: object
     folder: Path
+    film: int = -1
+    fps: float = 0.0
 
     def content(self) -> tuple[bytes, str | None]:
         """Return the image's bytes, and its file if it has one of its own.
@@ -49,6 +62,10 @@ class Source:
         if given[: len(_DATA)].lower() == _DATA:
             return self._of_data(given), None
         return self._of_path(given)
+
+    def decoded(self) -> Any:
+        """Return the image in RGB, or the `Frames` of a part of a video. Raises `Refused` as `content` does."""
+        return (decoded if self.film < 0 else frames_of)(self.place, self.content()[0])
 
     def _named(self, given: object) -> bytes | str:
         if isinstance(given, Mapping):
@@ -104,3 +121,51 @@ class Source:
 
 def _is_base64(head: str) -> bool:
     return head.lower().endswith(_BASE64)
+
+
+def frames_named(place: str, given: object, folder: Path, film: int) -> list[Source]:
+    """Return the files of a video that a row names: one, all of a folder by their names, or those of a list.
+
+    >>> [one.place for one in frames_named("a:1: video 1", {"video": ["1.png", "2.png"], "fps": 4}, Path(), 0)]
+    ['a:1: video 1, frame 1', 'a:1: video 1, frame 2']
+
+    Raises `Refused` for a list or a folder without any, and for `fps`, frames a second, that is no such number.
+    """
+    inner, fps = _inside(place, given)
+    frames = _in_folder(inner, folder)
+    if isinstance(inner, list):
+        frames = cast("list[object]", inner)
+    elif frames is None:
+        return [Source(place, inner, folder, film, fps)]
+    if not frames:
+        raise Refused(f"{place} must have frames, but has none; name some, or leave it out")
+    return [Source(f"{place}, frame {number}", one, folder, film, fps) for number, one in enumerate(frames, 1)]
+
+
+def _inside(place: str, given: object, fps: float = 0.0) -> tuple[object, float]:
+    """Return what names a video in the objects around it, and how many frames a second they say."""
+    if not isinstance(given, Mapping):
+        return given, fps
+    fields = cast("Mapping[str, object]", given)
+    fps = _rate(place, fields) or fps
+    name = next((name for name in FILM_FIELDS if fields.get(name) is not None), None)
+    # An object with bytes is a source itself.
+    return (fields, fps) if name in (None, "bytes", "base64") else _inside(place, fields[name], fps)
+
+
+def _rate(place: str, fields: Mapping[str, object]) -> float:
+    found = next((fields[name] for name in RATES if fields.get(name) is not None), 0.0)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < math.inf:
+        raise Refused(f"{place}: 'fps' must be a number, of frames a second, but is {found!r:.60}")
+    return float(found)
+
+
+def _in_folder(given: object, folder: Path) -> list[object] | None:
+    """Return the visible files of a folder, in the order of their names; None if that is none."""
+    if not isinstance(given, str) or "\0" in given or len(given) > _MOST_LETTERS:
+        return None
+    path = folder / given
+    with suppress(OSError):
+        if path.is_dir():
+            return [str(one) for one in sorted(path.iterdir()) if one.is_file() and not one.name.startswith(".")]
+    return None

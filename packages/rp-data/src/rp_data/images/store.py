@@ -12,7 +12,7 @@ import shutil
 import stat
 import time
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -70,6 +70,11 @@ class Store:
             raise Refused(
                 f"{self._what} cannot be used: {error.strerror or error}; name another folder"
             ) from error
+
+    @classmethod
+    def opener(cls, option: str, folder: Path | None, gigabytes: float) -> Callable[[], Store] | None:
+        """Return what opens a folder; None if there is none."""
+        return None if folder is None else lambda: cls(option, folder, int(gigabytes * 1e9))
 
     def _open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

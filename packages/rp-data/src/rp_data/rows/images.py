@@ -1,25 +1,39 @@
-"""Find the images of a conversation, in parts of its contents and in columns, and give each its part."""
+"""Find the images and videos of a conversation, in parts of its contents and in columns: each has its part."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from rp_trainer.errors import Refused
 
-from rp_data.images.sources import COLUMNS, Source
-from rp_data.rows.messages import GIVEN, IMAGE, USER, Message
+from rp_data.images.sources import COLUMNS, FILM_COLUMNS, Source, frames_named
+from rp_data.rows.messages import GIVEN, IMAGE, USER, VIDEO, Message
 
-# What stands for an image in the texts of many data sets, such as LLaVA's.
-_MARK = "<image>"
-_PART: Message = {"type": IMAGE, GIVEN: {}}
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What can be shown. `mark`: what stands for one in the texts of many data sets, such as LLaVA's."""
+
+    name: str
+    columns: tuple[str, ...]
+    mark: str
+
+    @property
+    def part(self) -> Message:
+        """A part that names none."""
+        return {"type": self.name, GIVEN: {}}
+
+
+_KINDS = (_Kind(IMAGE, COLUMNS, "<image>"), _Kind(VIDEO, FILM_COLUMNS, "<video>"))
 
 
 def with_images(
     place: str, row: Mapping[str, Any], messages: Sequence[Message], folder: Path
 ) -> tuple[list[Message], list[Source]]:
-    """Return messages in which a part stands for each image, and the images in that order.
+    """Return messages in which a part stands for each image or video, and the files of these in that order.
 
     >>> messages, images = with_images(
     ...     "a:1", {"images": ["b.png"]}, [{"role": "user", "content": "<image>what?"}], Path()
@@ -30,80 +44,114 @@ def with_images(
     ['b.png']
 
     Images of a column take the parts without one of their own; or the places of ``<image>`` in texts; or they come
-    before what the user says first. `folder`: of the file, in which paths begin.
+    before what the user says first. Videos are the same with ``<video>``. `folder`: of the file, in which paths
+    begin.
 
     Raises `Refused` if there are other numbers of images and of places, and for two columns.
     """
-    column = _in_column(place, row)
-    if column and not _parts(messages):
-        messages = _marked(messages) if _MARK in _texts(messages) else _begun(place, messages, len(column))
-    parts = _parts(messages)
-    waiting = iter(column)
-    empty = sum(not part[GIVEN] for part in parts)
-    if empty != len(column):
-        raise Refused(
-            f"{place}: each image must have a place among the messages, but {len(column)} images are in a column "
-            f"for {empty} places; write parts of type {IMAGE!r}, or {_MARK}, for them"
-        )
-    given = [part[GIVEN] or next(waiting) for part in parts]
-    sources = [
-        Source(f"{place}: image {number} of {len(given)}", one, folder) for number, one in enumerate(given, 1)
-    ]
-    return [_without_given(message) for message in messages], sources
+    waiting = {kind.name: iter(_in_column(place, row, kind)) for kind in _KINDS}
+    for kind in _KINDS:
+        messages = _with_places(place, messages, kind, len(_in_column(place, row, kind)))
+    parts = _parts(messages, *(kind.name for kind in _KINDS))
+    given = [(part["type"], part[GIVEN] or next(waiting[part["type"]])) for part in parts]
+    return [_without_given(message) for message in messages], _sources(place, given, folder)
 
 
 def columns(row: Mapping[str, Any]) -> list[str]:
-    """Return the names of a row's columns with images. Some data has an empty path where a row has none.
+    """Return the names of a row's columns with images or videos. Some data has an empty path where a row has none.
 
     >>> columns({"images": [], "image": "a.png"}), columns({"image": ""})
     (['image'], [])
     """
-    return [name for name in COLUMNS if row.get(name)]
+    return [name for kind in _KINDS for name in kind.columns if row.get(name)]
 
 
-def _in_column(place: str, row: Mapping[str, Any]) -> list[object]:
-    names = columns(row)
+def _sources(place: str, given: Sequence[tuple[str, object]], folder: Path) -> list[Source]:
+    counts = {kind.name: sum(name == kind.name for name, _ in given) for kind in _KINDS}
+    numbers = dict.fromkeys(counts, 0)
+    found: list[Source] = []
+    for name, one in given:
+        numbers[name] += 1
+        where = f"{place}: {name} {numbers[name]} of {counts[name]}"
+        if name == IMAGE:
+            found.append(Source(where, one, folder))
+        else:
+            found += frames_named(where, one, folder, numbers[name] - 1)
+    return found
+
+
+def _with_places(place: str, messages: Sequence[Message], kind: _Kind, count: int) -> Sequence[Message]:
+    """Return messages with a place for each of a column. `count`: how many are in it."""
+    if count and not _parts(messages, kind.name):
+        is_marked = any(kind.mark in text for message in messages for text in _texts(message))
+        messages = _marked(messages, kind) if is_marked else _begun(place, messages, kind, count)
+    empty = sum(not part[GIVEN] for part in _parts(messages, kind.name))
+    if empty != count:
+        raise Refused(
+            f"{place}: each {kind.name} must have a place among the messages, but {count} {kind.name}s are in a "
+            f"column for {empty} places; write parts of type {kind.name!r}, or {kind.mark}, for them"
+        )
+    return messages
+
+
+def _in_column(place: str, row: Mapping[str, Any], kind: _Kind) -> list[object]:
+    names = [name for name in kind.columns if row.get(name)]
     if len(names) > 1:
-        raise Refused(f"{place} has images in {' and '.join(map(repr, names))}; write all of them into one column")
+        raise Refused(
+            f"{place} has {kind.name}s in {' and '.join(map(repr, names))}; write all of them into one column"
+        )
     value: object = row[names[0]] if names else []
+    if kind.name == VIDEO and names == [VIDEO] and isinstance(value, list):
+        raise Refused(
+            f"{place}: {VIDEO!r} must be one video, but is a list; write {kind.columns[0]!r}, a list in which a "
+            "list of frames is one video"
+        )
     return cast("list[object]", value) if isinstance(value, list) else [value]
 
 
-def _parts(messages: Sequence[Message]) -> list[Message]:
+def _parts(messages: Sequence[Message], *kinds: str) -> list[Message]:
     contents = [
         cast("list[Message]", one) for message in messages if isinstance(one := message.get("content"), list)
     ]
-    return [part for one in contents for part in one if part["type"] == IMAGE]
+    return [part for one in contents for part in one if part["type"] in kinds]
 
 
-def _texts(messages: Sequence[Message]) -> str:
-    return "\n".join(one for message in messages if isinstance(one := message.get("content"), str))
+def _content(message: Message) -> list[Message]:
+    """Return what a message says as parts."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return cast("list[Message]", content or [])
 
 
-def _marked(messages: Sequence[Message]) -> list[Message]:
+def _texts(message: Message) -> list[str]:
+    return [part["text"] for part in _content(message) if part["type"] == "text"]
+
+
+def _marked(messages: Sequence[Message], kind: _Kind) -> list[Message]:
     return [
-        {**message, "content": _split(content)}
-        if isinstance(content := message.get("content"), str) and _MARK in content
+        {**message, "content": [one for part in _content(message) for one in _split(part, kind)]}
+        if any(kind.mark in text for text in _texts(message))
         else message
         for message in messages
     ]
 
 
-def _split(text: str) -> list[Message]:
-    parts: list[Message] = []
-    for number, one in enumerate(text.split(_MARK)):
-        parts += [_PART] if number else []
-        parts += [{"type": "text", "text": one}] if one else []
-    return parts
+def _split(part: Message, kind: _Kind) -> list[Message]:
+    if part["type"] != "text":
+        return [part]
+    found: list[Message] = []
+    for number, one in enumerate(part["text"].split(kind.mark)):
+        found += [kind.part] if number else []
+        found += [{"type": "text", "text": one}] if one else []
+    return found
 
 
-def _begun(place: str, messages: Sequence[Message], count: int) -> list[Message]:
+def _begun(place: str, messages: Sequence[Message], kind: _Kind, count: int) -> list[Message]:
     first = next((at for at, one in enumerate(messages) if one["role"] == USER and "content" in one), None)
     if first is None:
-        raise Refused(f"{place} has {count} images, but no message of the user for them")
-    content = messages[first]["content"]
-    said: list[Message] = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    changed = {**messages[first], "content": [*[_PART] * count, *said]}
+        raise Refused(f"{place} has {count} {kind.name}s, but no message of the user for them")
+    changed = {**messages[first], "content": [*[kind.part] * count, *_content(messages[first])]}
     return [*messages[:first], changed, *messages[first + 1 :]]
 
 

@@ -8,14 +8,17 @@ from typing import Any, cast
 
 from rp_trainer.errors import Refused
 
-from rp_data.images.sources import COLUMNS, FIELDS
+from rp_data.images.sources import COLUMNS, FIELDS, FILM_COLUMNS, FILM_FIELDS, RATES
 
 Message = Mapping[str, Any]
-# The type of a part that stands for an image, and where such a part has what the row says of it.
-IMAGE, GIVEN = "image", "given"
+# The types of parts that stand for an image and for a video, and where such a part has what the row says of it.
+IMAGE, VIDEO, GIVEN = "image", "video", "given"
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
 _TEXT = "text"
-_VIDEOS = ("video", "video_url")
+# Sizes that one image alone is to have, in Qwen's data.
+_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+# What part of a video is to be seen, in Qwen's data.
+_CUTS = (*_SIZES, "total_pixels", "nframes", "min_frames", "max_frames", "video_start", "video_end")
 _CALL = "function_call"
 # Who speaks in ShareGPT's form, by the names that data sets use.
 _SPEAKERS = {
@@ -41,9 +44,9 @@ def messages_of(place: str, name: str, value: object) -> list[Message]:
     >>> messages_of("a:1", "messages", '[{"role": "user", "content": [{"type": "text", "text": "one"}]}]')
     [{'role': 'user', 'content': 'one'}]
 
-    A content with images is a list of parts, each of which has what the row says of it as ``given``.
+    A content with images or videos is a list of parts, each of which has what the row says of it as ``given``.
 
-    Raises `Refused` for an empty list and for what are no messages, such as videos.
+    Raises `Refused` for an empty list and for what are no messages.
     """
     messages = parsed(place, name, value)
     if not isinstance(messages, list) or not messages:
@@ -100,11 +103,11 @@ def _message(place: str, message: object) -> Message:
 
 def _refuse_beside(place: str, message: Message) -> None:
     """Raise `Refused` for images beside a message's content: templates do not look there."""
-    for name in COLUMNS:
-        if message.get(name):
+    for kind, names in ((IMAGE, COLUMNS), (VIDEO, FILM_COLUMNS)):
+        if (name := next((name for name in names if message.get(name)), None)) is not None:
             raise Refused(
-                f"{place}: a message has {name!r} beside its content; write parts of type {IMAGE!r}, or a column "
-                f"{COLUMNS[0]!r} of the row"
+                f"{place}: a message has {name!r} beside its content; write parts of type {kind!r}, or a column "
+                f"{names[0]!r} of the row"
             )
 
 
@@ -119,18 +122,18 @@ def _part(place: str, part: object) -> Message:
     given = cast("Message", part if isinstance(part, dict) else {})
     if given.get("type") in (IMAGE, "image_url"):
         _refuse_other(place, given, (_TEXT,))
+        _refuse_wishes(place, given, _SIZES)
         return {"type": IMAGE, GIVEN: {name: given[name] for name in FIELDS if name in given}}
-    if given.get("type") in _VIDEOS:
-        raise Refused(
-            f"{place}: a part of a message is a video, which is not read from files; leave the row out, or train "
-            "with what the model's processor makes of it (docs/how-to/images.md)"
-        )
+    if given.get("type") in (VIDEO, "video_url"):
+        _refuse_other(place, given, (_TEXT,))
+        _refuse_wishes(place, given, _CUTS)
+        return {"type": VIDEO, GIVEN: {name: given[name] for name in (*FILM_FIELDS, *RATES) if name in given}}
     if given.get("type", _TEXT) != _TEXT or not isinstance(given.get(_TEXT), str):
         raise Refused(
-            f"{place}: the 'content' of a message must be text, or parts of type {_TEXT!r} or {IMAGE!r}, but one "
-            f"is {part!r:.60}"
+            f"{place}: the 'content' of a message must be text, or parts of type {_TEXT!r}, {IMAGE!r} or "
+            f"{VIDEO!r}, but one is {part!r:.60}"
         )
-    _refuse_other(place, given, FIELDS)
+    _refuse_other(place, given, (*FIELDS, *FILM_FIELDS))
     return {"type": _TEXT, _TEXT: given[_TEXT]}
 
 
@@ -141,6 +144,16 @@ def _refuse_other(place: str, part: Message, names: Sequence[str]) -> None:
         raise Refused(
             f"{place}: a part of a message has the type {part.get('type', _TEXT)!r}, but {found!r}, too; write "
             "two parts"
+        )
+
+
+def _refuse_wishes(place: str, part: Message, names: Sequence[str]) -> None:
+    """Raise `Refused` for what one image or video alone is to be like: all are as the processor makes them."""
+    found = next((name for name in names if part.get(name) is not None), None)
+    if found is not None:
+        raise Refused(
+            f"{place}: a part of type {part['type']!r} has {found!r}, which is not read; remove it, and set "
+            "--min-pixels or --max-pixels for all images, or prepare the file itself"
         )
 
 

@@ -22,7 +22,7 @@ _TRUTHS: dict[object, bool] = {1: True, 0: False, "true": True, "false": False, 
 _WANTED = "'chosen' and 'rejected', or 'label' beside 'completion', 'output', 'messages' or 'conversations'"
 _ASKED = ("prompt", "question", "instruction")
 _CONVERSATIONS = ("messages", "conversations")
-_UNREAD = ("videos", "audios")
+_UNREAD = ("audios",)
 _READ = {*_ASKED, *_CONVERSATIONS, *JUDGED, _CHOSEN, _REJECTED, _COMPLETION, "output", "input", "history", *BESIDE}
 
 
@@ -171,7 +171,9 @@ def _side(where: str, name: str, value: object, *, may_be_empty: bool = False) -
 def _messages(where: str, name: str, value: object) -> list[Message]:
     messages = messages_of(where, name, value)
     if any(not isinstance(one.get("content", ""), str) for one in messages):
-        raise Refused(f"{where}: {name!r} has images, which are not read from preferences; leave the row out")
+        raise Refused(
+            f"{where}: {name!r} has images or videos, which are not read from preferences; leave the row out"
+        )
     if (mark := next((name for one in messages for name in MARKS if name in one), None)) is not None:
         raise Refused(
             f"{where}: {name!r} has a message with {mark!r}, but trainers learn all of an answer and nothing of a "

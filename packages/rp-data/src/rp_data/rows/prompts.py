@@ -89,7 +89,8 @@ def _check_text(where: str, row: Row, system: str | None) -> None:
         raise Refused(f"--system begins conversations, but {where} is a text; give JSON lines with 'messages'")
     if names := columns(row):
         raise Refused(
-            f"{where} has images, which need a conversation; write it as 'messages', or leave {names[0]!r} out"
+            f"{where} has images or videos, which need a conversation; write it as 'messages', or leave "
+            f"{names[0]!r} out"
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from rp_trainer.errors import Refused
 
-from rp_data.images.sources import COLUMNS
+from rp_data.images.sources import COLUMNS, FILM_COLUMNS
 from rp_data.rows.beside import BESIDE, after_system, listed, variables_of
 from rp_data.rows.images import columns, with_images
 from rp_data.rows.marks import without_marks
@@ -19,7 +19,7 @@ from rp_data.samples import Chat, Completion, Sample, Text
 Row = Mapping[str, Any]
 _Sample = TypeVar("_Sample", bound=Sample)
 _PREFERENCES = ("chosen", "rejected")
-_UNREAD = ("videos", "audios")
+_UNREAD = ("audios",)
 # Names of data sets and of LLaMA-Factory for whether an answer is good.
 JUDGED = ("label", "kto_tag")
 _ALPACA = ("input", "history")
@@ -74,7 +74,7 @@ def ignored(row: Row, sample: Sample) -> list[str]:
     ['id']
     """
     shape = next(names for names in _SHAPES if all(name in row for name in names))
-    beside = (*BESIDE, *_ALPACA, *COLUMNS) if isinstance(sample, Chat) else ()
+    beside = (*BESIDE, *_ALPACA, *COLUMNS, *FILM_COLUMNS) if isinstance(sample, Chat) else ()
     return [name for name in row if name not in shape and name not in beside]
 
 
@@ -88,8 +88,8 @@ def seeing(option: str, row: Row, sample: _Sample, folder: Path) -> _Sample:
         return cast("_Sample", replace(sample, messages=messages, images=images)) if images else sample
     if names := columns(row):
         raise Refused(
-            f"{option} {sample.place} has images, which need a conversation; write it as 'messages', or leave "
-            f"{names[0]!r} out"
+            f"{option} {sample.place} has images or videos, which need a conversation; write it as 'messages', or "
+            f"leave {names[0]!r} out"
         )
     return sample
 
