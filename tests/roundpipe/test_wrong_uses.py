@@ -15,8 +15,9 @@ from plain import assert_near
 from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime
 from roundpipe import wrap_model_to_roundpipe as wrap
 from torch import distributed, fx, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 TWO = RoundPipeRunConfig(num_microbatch=2)
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -160,6 +161,41 @@ def test_a_parameter_belongs_to_one_model(two: Runtime, how: str) -> None:
     assert first(X).shape == X.shape
 
 
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """One process, as torch's FSDP wants to know it."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        distributed.destroy_process_group()
+
+
+def sharded(module: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("mesh")
+@pytest.mark.parametrize("around", [nn.DataParallel, nn.parallel.DistributedDataParallel, sharded])
+def test_what_replicates_a_module_is_not_wrapped(two: Runtime, around: Callable[[nn.Module], nn.Module]) -> None:
+    for net in (around(Net()), nn.Sequential(around(Net()), nn.Tanh())):
+        with pytest.raises(TypeError, match=r"(Data)?Parallel\) is torch's.*wrap the module in it: one process"):
+            wrap(net, runtime=two, lower_threshold=1)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("mesh")
+def test_training_inside_of_ddp_around_the_module_that_was_taken_apart_is_refused(two: Runtime) -> None:
+    net = Net()
+    model = wrap(net, name="mine", runtime=two, lower_threshold=1, model_run_config=TWO)
+
+    with pytest.raises(RoundPipeError, match=r"'mine' was called by DistributedDataParallel"):
+        nn.parallel.DistributedDataParallel(net)(X)
+
+    assert model(X).shape == X.shape
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_inside_of_ddp_is_refused_and_evaluation_works(kind: str) -> None:
@@ -180,23 +216,19 @@ def test_training_inside_of_ddp_is_refused_and_evaluation_works(kind: str) -> No
     assert torch.equal(found, wanted)
 
 
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """One process, as torch's FSDP wants to know it."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        distributed.destroy_process_group()
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
-def test_fully_shard_around_a_model_is_refused(kind: str, mesh: DeviceMesh) -> None:
+def test_fsdp_around_a_model_is_refused_and_leaves_it_whole(kind: str, mesh: DeviceMesh) -> None:
     with Runtime("cpu:2") as two:
+        model, words = made(kind, two), r"'mine' is given to torch's FSDP.*leave it out"
         for put_around in (lambda model: model, lambda model: nn.Sequential(model, nn.Linear(4, 4))):
-            with pytest.raises(RoundPipeError, match=r"'mine' is given to torch's FSDP.*leave it out"):
+            with pytest.raises(RoundPipeError, match=words):
                 fully_shard(put_around(made(kind, two)), mesh=mesh)
+            with pytest.raises(RoundPipeError, match=words):
+                sharded(put_around(model))
+        assert get_model_state_dict(model).keys() == model.state_dict().keys()
+        model(X).sum().backward()
+        assert all(grad is not None for grad in grads(model))
 
 
 @pytest.mark.filterwarnings("ignore")

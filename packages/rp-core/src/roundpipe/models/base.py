@@ -19,7 +19,7 @@ from rp_errors import warn_user
 from rp_stand_in import NarrowAdapters, StandIn, publish_first, renamed
 from torch import nn
 
-from roundpipe.models.calls.surroundings import fsdp_error, refuse_symbolic_tracing
+from roundpipe.models.calls.surroundings import fsdp_error, refuse_walks
 from roundpipe.models.saved.layout import layout_of
 from roundpipe.models.wrapped.call_site import caller
 from roundpipe.models.wrapped.foreign import check_not_packed_by_others
@@ -234,8 +234,8 @@ class RoundPipeBase(StandIn):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Generator[tuple[str, nn.Module]]:
-        """As torch's. Raises `RoundPipeError` while ``torch.fx`` traces, which would see none of the layers."""
-        refuse_symbolic_tracing(self.name)
+        """As torch's. Raises `RoundPipeError` where ``torch.fx`` or FSDP walks, which would not see its layers."""
+        refuse_walks(self.name)
         yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def __setattr__(self, name: str, value: Any) -> None:

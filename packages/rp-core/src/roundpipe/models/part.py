@@ -27,7 +27,7 @@ from rp_engine.errors import add_note
 from rp_engine.wrapping import Entrance, prepares
 from torch import nn
 
-from roundpipe.models.calls.surroundings import refuse_transforms
+from roundpipe.models.calls.surroundings import refuse_around
 from roundpipe.models.calls.untraced import untraced
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.side_outputs import Wanted, collecting, deliver, refuse_hooked, wanted
@@ -137,7 +137,7 @@ class Part(RoundPipe):
     @untraced
     def _enter(self, name: str, config: RoundPipeRunConfig, *args: Any, **kwargs: Any) -> Any:
         # Whoever calls the module that was wrapped passes the model's own check by.
-        refuse_transforms(self._whole_name)
+        refuse_around(self._whole_name)
         self._refuse_arguments((*args, *kwargs.values()))
         _refuse_checkpointing(name, self.members[name])
         refuse_hooked(self.members)

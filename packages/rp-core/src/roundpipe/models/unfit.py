@@ -12,6 +12,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 from roundpipe.models.adapters import refuse_adapters
 from roundpipe.models.calls.surroundings import odd
 
+# By name, since importing FSDP takes long.
+_REPLICATING = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
+
 
 def refuse_unfit(model: nn.Module) -> None:
     """Raise `TypeError` or `ValueError` for a module or tensor that devices cannot have.
@@ -35,6 +38,12 @@ def _refuse_module(where: str, module: nn.Module) -> None:
         raise TypeError(
             f"{where} was made by torch.jit.script or torch.jit.trace, which cannot be copied to devices with "
             "other weights; wrap the module that it was made from, with compile_layers=True to compile it"
+        )
+    if type(module).__name__ in _REPLICATING and type(module).__module__.startswith("torch."):
+        raise TypeError(
+            f"{where} is torch's, which would replicate or replace what devices read; wrap the module in it: one "
+            "process drives all GPUs of a machine, and torchrun with a process a machine joins machines "
+            "(docs/machines.md)"
         )
     table: dict[int, object] = vars(module)["_forward_pre_hooks"]
     for hook in table.values():

@@ -38,8 +38,7 @@ def check_call(model: nn.Module, name: str, **trees: Any) -> None:
     while ``torch.jit`` traces, and in the training forward of ``DistributedDataParallel``; `TypeError` for
     nested, sparse, quantized and meta tensors.
     """
-    refuse_transforms(name)
-    _refuse_replicas(name)
+    refuse_around(name)
     _look_at_modes(model, name)
     for root, tree in trees.items():
         for place, leaf in enumerate(rp_batch.flatten(tree)[0]):
@@ -94,10 +93,11 @@ def odd(tensor: torch.Tensor) -> tuple[str, str] | None:
     return None
 
 
-def refuse_transforms(name: str) -> None:
-    """Raise `RoundPipeError` inside a transform or a forward-mode level, and while torch traces or exports."""
-    _refuse_functions(name)
+def refuse_around(name: str) -> None:
+    """Raise the `RoundPipeError`s of `check_call`, for what may also surround the module that was taken apart."""
+    _refuse_transforms(name)
     _refuse_tracing(name)
+    _refuse_replicas(name)
     if any(type(mode).__name__ == "FakeTensorMode" for mode in _get_current_dispatch_mode_stack()):
         raise RoundPipeError(
             f"model {name!r} was called under FakeTensorMode, but its devices compute with values; call the "
@@ -105,7 +105,7 @@ def refuse_transforms(name: str) -> None:
         )
 
 
-def _refuse_functions(name: str) -> None:
+def _refuse_transforms(name: str) -> None:
     found: Any = _FUNCTORCH.peek_interpreter_stack()
     kind = None if found is None else str(found.key().name)
     what = None if kind is None else f"torch.func.{_TRANSFORMS.get(kind, 'a transform')}"
@@ -126,16 +126,23 @@ def _refuse_tracing(name: str) -> None:
         )
 
 
-def refuse_symbolic_tracing(name: str) -> None:
-    """Raise `RoundPipeError` if ``torch.fx`` is tracing here."""
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage] - its flag is that of all threads
+def refuse_walks(name: str) -> None:
+    """Raise `RoundPipeError` if ``torch.fx``, which traces, or FSDP looks for a model's modules."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage] - torch has no flag of its own for a thread
     while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.fx._symbolic_trace":
+        module = frame.f_globals.get("__name__")
+        # Not its other functions, by which saving looks for FSDP's modules.
+        if module == _FSDP and frame.f_code.co_name == "__init__":
+            raise fsdp_error(name)
+        if module == "torch.fx._symbolic_trace":
             raise RoundPipeError(
                 f"model {name!r}, or one around it, is traced by torch.fx, which sees none of its layers; trace "
                 "the model that was wrapped, before wrapping it: what comes out can be wrapped"
             )
         frame = frame.f_back
+
+
+_FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 def fsdp_error(name: str) -> RoundPipeError:
@@ -145,9 +152,9 @@ def fsdp_error(name: str) -> RoundPipeError:
     RoundPipeError("model 'model' is given to torch's FSDP ..., which would replace ...")
     """
     return RoundPipeError(
-        f"model {name!r} is given to torch's FSDP (fully_shard), or one around it is, which would replace the "
-        "parameters that its devices read; leave it out: one process drives all GPUs of a machine, and torchrun "
-        "with a process a machine joins machines (docs/machines.md)"
+        f"model {name!r} is given to torch's FSDP, or one around it is, which would replace the parameters "
+        "that its devices read; leave it out: one process drives all GPUs of a machine, and torchrun with a "
+        "process a machine joins machines (docs/machines.md)"
     )
 
 
