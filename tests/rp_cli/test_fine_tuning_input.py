@@ -133,7 +133,7 @@ WRONG = {
     "a prompt that is a number": (["--data", "numbers.jsonl"], "'prompt' must be text, but is a int"),
     "a prompt that is a list": (["--data", "lists.jsonl"], "write conversations as 'messages'"),
     "messages without roles": (["--data", "roles.jsonl"], "each message must have a 'role'"),
-    "contents in parts": (["--data", "parts.jsonl"], "a part of a message is a video, which is not read"),
+    "contents in parts": (["--data", "parts.jsonl"], "parts.jsonl:1 has videos, but --model model reads none"),
     "no content": (["--data", "null.jsonl"], "each message must have a 'role' and a 'content'"),
     "half of a character": (["--data", "half.jsonl"], "half.jsonl:2 must be text, but has half of a surrogate"),
     "no messages": (["--data", "silent.jsonl"], "a list of at least one message"),

@@ -180,7 +180,10 @@ def test_arguments_that_are_objects_become_json_where_the_template_takes_text(te
     assert "(no JSON)" in written(JOINING, calling("no JSON"), notes)
     assert (notes.encoded, notes.decoded) == (1, 0)
     with pytest.raises(Refused, match="the chat template refuses these messages"):
-        written("{{ raise_exception('no tools') }}", calling({"a": 1}))
+        written("{{ raise_exception('no tool_calls') }}", calling({"a": 1}))
+    # What it does not know is told before what it says itself.
+    with pytest.raises(Refused, match="calls tools \\('tool_calls'\\), which the chat template does not write"):
+        written("{{ raise_exception('no calls') }}", calling({"a": 1}))
 
 
 def test_control_tokens_in_messages_are_told_with_the_first() -> None:

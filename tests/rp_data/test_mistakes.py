@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import finetuning
 import pytest
 from rp_data.documents import Documents
+from rp_data.notes import Notes
 from rp_data.rows.documents import read_samples, samples_of
 from rp_data.samples import Chat, Sample, Text
 from rp_data.tokens import Reader
@@ -172,3 +174,38 @@ def test_a_name_that_is_in_an_object_twice_is_refused(tmp_path: Path) -> None:
         Refused, match=r"a.jsonl:1 must be one JSON object, but is not: 'content' is in one object twice"
     ):
         list(read_samples("--data", [path]))
+
+
+def test_what_is_about_a_data_set_is_not_learned_and_what_is_for_evaluation_told(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("one")
+    (tmp_path / "notes.txt").write_text("two")
+    notes = Notes()
+    assert len(list(read_samples("--data", [tmp_path], notes=notes))) == 2
+
+    (tmp_path / "data").mkdir()
+    for name in ("train", "test", "contest"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text('{"text": "one"}')
+
+    assert len(list(read_samples("--data", [tmp_path], notes=notes))) == 4
+    told = [*notes.lines("--data")]
+    assert told[0].startswith(f"--data: 1 of 3 files in {tmp_path} are named for evaluation, such as")
+    assert told[1:] == ["--data: files in folders that are not read: 'README.md' (1 file)"]
+    (tmp_path / "data" / "train.jsonl").unlink()
+    (tmp_path / "data" / "contest.jsonl").unlink()
+    assert len(list(read_samples("--data", [tmp_path / "data"], notes=(alone := Notes())))) == 1
+    assert not [*alone.lines("--data")]
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "told"),
+    [
+        ("a.csv", "prompt;completion\none;two", "must have commas between its columns, but has ';'"),
+        ("a.tsv", "prompt,completion|x\none,two", "must have tabs between its columns, but has '|'"),
+        ("b.csv", "messages\n\"[{'role': 'user'}]\"", "write it by json.dumps, not as Python shows it"),
+    ],
+)
+def test_tables_of_other_programs_are_refused_in_words(name: str, whole: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(whole)
+
+    with pytest.raises(Refused, match=re.escape(told)):
+        list(read_samples("--data", [tmp_path / name]))

@@ -19,8 +19,8 @@ class Notes:
 
     `skipped`, `nulls`, `empty` and `unknown` count rows, keys, answers and tokens, `decoded`, `encoded` and
     `controlling` conversations; `control` is the first word in them that stands for a control token;
-    `reasons` are what is wrong with the first bad rows, `first_null` is the place of a key. `templates`: lines
-    about chat templates.
+    `reasons` are what is wrong with the first bad rows, `first_null` is the place of a key.
+    `templates`, `folders`: lines about these.
     `left_out`: how many rows have each field that nothing reads; `left_out_of_chats`: conversations, for names
     that their template does not read; `files_left_out`: files in folders, by their suffixes.
     """
@@ -37,6 +37,7 @@ class Notes:
     empty: int = 0
     unknown: int = 0
     templates: list[str] = field(default_factory=list[str])
+    folders: list[str] = field(default_factory=list[str])
     left_out: dict[str, int] = field(default_factory=dict[str, int])
     left_out_of_chats: dict[str, int] = field(default_factory=dict[str, int])
     files_left_out: dict[str, int] = field(default_factory=dict[str, int])
@@ -81,6 +82,11 @@ class Notes:
         if line not in self.templates:
             self.templates.append(line)
 
+    def folder(self, line: str) -> None:
+        """Note something about a folder, once."""
+        if line not in self.folders:
+            self.folders.append(line)
+
     def lines(self, option: str) -> Iterator[str]:
         """Yield what users are told.
 
@@ -114,7 +120,7 @@ class Notes:
             yield f"{option}: {_number(self.unknown, 'tokens')} stand for letters that the tokenizer does not know"
         if self.empty:
             yield f"{option}: the assistant says nothing in {_number(self.empty, 'messages')}, as is learned"
-        yield from (f"{option}: {line}" for line in self.templates)
+        yield from (f"{option}: {line}" for line in (*self.templates, *self.folders))
         if self.files_left_out:
             yield f"{option}: files in folders that are not read: {_counted(self.files_left_out, 'files')}"
         if self.left_out:

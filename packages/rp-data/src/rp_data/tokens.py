@@ -159,7 +159,8 @@ class Reader:
         """Return a conversation with images, expanded as the model's processor does."""
         sight = self._sight
         if isinstance(sight, str):
-            raise Refused(f"{chat.place} has images, but {sight}")
+            kind = "images" if any(one.film < 0 for one in chat.images) else "videos"
+            raise Refused(f"{chat.place} has {kind}, but {sight}")
         text, spans = template.text_and_spans(chat, assistant_only=self._completions_only)
         found = [self._picture(source, sight) for source in chat.images]
         expanded = sight.expanded(chat.place, text, shown(found))

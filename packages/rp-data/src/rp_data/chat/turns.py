@@ -109,7 +109,6 @@ class ChatTemplate:
     def _checked(self, text: _Text, whole: str) -> str:
         """Return the whole text of a conversation. Raises `Refused` if the template leaves out a message."""
         is_whole = check_written(text.chat, whole, text.of)
-        check_known(text.chat, text.template.text)
         names = unread(text.chat, text.template.text)
         self._notes.unread(names if is_whole else [*names, _BESIDE_CALLS])
         return whole
@@ -127,6 +126,8 @@ class ChatTemplate:
         return template, (self._checked(text, whole), spans)
 
     def _text_of(self, chat: Chat, template: Template) -> _Text:
+        # Before the template itself says something less clear of what it does not know.
+        check_known(chat, template.text)
         text = _Text(self._tokenizer, chat, template, self._clock)
         if template not in self._takes_parts:
             self._takes_parts[template] = takes_parts(text.of)

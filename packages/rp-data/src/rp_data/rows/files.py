@@ -6,6 +6,7 @@ import codecs
 import gzip
 import importlib
 import io
+import re
 import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,11 @@ PARQUET = ".parquet"
 # As `datasets` keeps what it has downloaded.
 ARROW = ".arrow"
 TEXTS = frozenset({".txt", ".md", ".text"})
+# What data sets have beside their rows: it is about them.
+_ABOUT = re.compile(r"(readme|licen[cs]e|copying|notice|changelog|contributing|citation)\b", re.IGNORECASE)
+_KEPT_APART = re.compile(
+    r"(?<![a-z])(test|valid|validation|val|eval|evaluation|dev|heldout)(?![a-z])", re.IGNORECASE
+)
 _GZIP, _ZSTD = ".gz", ".zst"
 # Not .json: many folders have a config.json.
 _IN_FOLDERS = JSON_LINES | TEXTS | {PARQUET, *TABLES}
@@ -68,7 +74,16 @@ def _in_folder(option: str, path: Path, notes: Notes) -> list[Path]:
         hint = "" if stored is None else f"; name others yourself, such as {stored}"
         raise Refused(f"{option} {path} has no files that end with {', '.join(sorted(_IN_FOLDERS))}{hint}")
     notes.passed_over(file.suffix or file.name for file in visible if kind_of(file) not in _IN_FOLDERS)
-    return known
+    rows = [file for file in known if kind_of(file) not in TEXTS]
+    about = [file for file in known if rows and kind_of(file) in TEXTS and _ABOUT.match(file.name)]
+    notes.passed_over(file.name for file in about)
+    kept = [file for file in rows if _KEPT_APART.search(str(file.relative_to(path)))]
+    if 0 < len(kept) < len(rows):
+        notes.folder(
+            f"{len(kept)} of {len(rows)} files in {path} are named for evaluation, such as {kept[0]}, but are "
+            "read like all others; name the files that are to be read"
+        )
+    return [file for file in known if file not in about]
 
 
 def _is_hidden(path: Path) -> bool:

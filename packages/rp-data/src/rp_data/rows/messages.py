@@ -61,7 +61,12 @@ def parsed(place: str, name: str, value: object) -> object:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        raise Refused(f"{place}: {name!r} must be a list, also as JSON, but is the text {value!r:.60}") from None
+        hint = (
+            "; write it by json.dumps, not as Python shows it" if value.lstrip().startswith(("[{'", "{'")) else ""
+        )
+        raise Refused(
+            f"{place}: {name!r} must be a list, also as JSON, but is the text {value!r:.60}{hint}"
+        ) from None
 
 
 def messages_in(text: str) -> list[object] | None:

@@ -56,6 +56,12 @@ def _columns(option: str, file: Path, names: list[str]) -> list[str]:
         raise Refused(
             f"{option} {file} must name each column once in its first line, but that is {','.join(names)!r:.80}"
         )
+    if len(names) == 1 and (other := next((one for one in ";\t|" if one in names[0]), None)) is not None:
+        wanted = "tabs" if kind_of(file) == ".tsv" else "commas"
+        raise Refused(
+            f"{option} {file} must have {wanted} between its columns, but has {other!r} in its first "
+            f"line, {names[0]!r:.80}"
+        )
     return names
 
 
