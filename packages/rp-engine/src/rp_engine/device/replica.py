@@ -79,6 +79,8 @@ class Twins:
         self._tensors: dict[int, torch.Tensor] = {}
         # Where the tensors of each block are.
         self._memory: dict[Block, torch.Tensor] = {}
+        # The addresses at which tensors are bound, by their ids.
+        self._places: dict[int, int] = {}
         self._flags: dict[int, tuple[bool, ...]] = {}
         self._contents: dict[int, TwinContent] = {}
         self._prepares: dict[int, bool] = {}
@@ -120,7 +122,7 @@ class Twins:
 
     def _note_parts(self, index: int) -> None:
         module = self._modules[index]
-        self._contents[index] = TwinContent(self._layers[index], module, self._hidden.pop(index))
+        self._contents[index] = TwinContent(self._layers[index], module, self._hidden.pop(index), self._places)
         self._prepares[index] = prepares(module)
 
     def prepares(self, index: int) -> bool:
@@ -168,6 +170,10 @@ class Twins:
         """Refuse what a layer did to its twin alone, see `TwinContent`; that is rebuilt for the next call."""
         self._contents[index].check(partial(self.spoil, index))
 
+    def weights(self, index: int) -> dict[str, torch.Tensor]:
+        """The parameters of a layer's twin that are bound to blocks, by name."""
+        return self._contents[index].weights()
+
     def parts(self, index: int) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Module]]:
         """The modules of a layer's twin: name, the twin's, and the host's."""
         originals = self._layers[index].module.modules()
@@ -188,10 +194,12 @@ class Twins:
             twin = self._tensors[id(tensor)]
             if isinstance(view, CodedWeight):
                 self._coded[id(twin)] = Rows(*view)
+                self._places.pop(id(twin), None)
                 twin.data = self._nan_of(block.layout.dtype).expand(view.codes.shape)
             else:
                 self._coded.pop(id(twin), None)
                 twin.data = view
+                self._places[id(twin)] = view.data_ptr()
 
     def _nan_of(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a NaN, which stands for each number of a weight of which only codes are there.
@@ -219,6 +227,7 @@ class Twins:
         for twin in self.tensors(block):
             twin.data = self._nothing[dtype]
             self._coded.pop(id(twin), None)
+            self._places.pop(id(twin), None)
             # After a failure it may have one.
             twin.grad = None
         # Expanded weights may belong to this block.

@@ -89,6 +89,15 @@ class Recomputed:
 
 
 @dataclass(frozen=True, slots=True)
+class Rewritten:
+    """Whether a layer has written its parameters: `packet` has a number for each of `names`, 0 for no."""
+
+    layer: int
+    names: Sequence[str]
+    packet: Packet
+
+
+@dataclass(frozen=True, slots=True)
 class Aside:
     """What tells a call that no plan learns from, such as one that is only to show what a model computes.
 
@@ -122,10 +131,11 @@ class Call:
     caller waits until the results are on the host. `first_microbatch`: the number of this machine's first one.
     `habits`: what layers were seen to do when the call was launched. `looks`: whether it shows if anything draws
     in evaluation mode, and has a seed that is drawn only if so. `compares`: whether what layers recompute is
-    compared with what forward gave, which `recomputed` tells when the call is over. `manner`: `USUAL` for a
-    call of the user's. `by_graphs`: whether graphs launch layers where they can; `graph_work`: what they did;
-    `frees_graphs`: no later call is to have any; `taken_bytes`: what a microbatch takes in some layers on a device
-    beside weights, with what these keep. `products`: which linear layers multiply in FP8.
+    compared with what forward gave, and weights with what they were: `recomputed` and `rewritten` tell when the
+    call is over. `manner`: `USUAL` for a call of the user's. `by_graphs`: whether graphs launch layers where they
+    can; `graph_work`: what they did; `frees_graphs`: no later call is to have any; `taken_bytes`: what a
+    microbatch takes in some layers on a device beside weights, with what these keep. `products`: which linear
+    layers multiply in FP8.
     `coded`: the blocks that travel with codes in place of some weights.
     `number`: no other call of the process has it.
     """
@@ -156,6 +166,7 @@ class Call:
     products: Fp8Products | None = None
     coded: frozenset[Block] = frozenset()
     recomputed: list[Recomputed] = field(default_factory=list[Recomputed])
+    rewritten: list[Rewritten] = field(default_factory=list[Rewritten])
     losses_seen: LossesSeen = field(default_factory=LossesSeen)
     number: int = field(default_factory=_NUMBERS.__next__)
 

@@ -361,14 +361,15 @@ class Run:
         return found
 
     def _impurities(self) -> list[BaseException]:
-        """The error of the first layer that has recomputed something else than its forward gave, if any has."""
-        recomputed = list(self.call.recomputed)
+        """The error of the first layer that wrote its weights, or recomputed another output, if any has."""
+        recomputed, rewritten = list(self.call.recomputed), list(self.call.rewritten)
         self.call.recomputed.clear()
-        for each in recomputed:
+        self.call.rewritten.clear()
+        for each in [*recomputed, *rewritten]:
             for event in each.packet.events:
                 event.synchronize()
             self._runtime.backend.host_touch(read=each.packet.tensors(), what="comparisons of recomputed layers")
-        found = refusals(self.call, recomputed)[:1]
+        found = refusals(self.call, recomputed, rewritten)[:1]
         for error in found:
             add_note(error, f"RoundPipe: in model {self.call.name!r}")
             self.call.state.health.note_incomplete(self.number, in_words(error))

@@ -149,7 +149,7 @@ def fsdp_error(name: str) -> RoundPipeError:
     """Return the error of a wrapped model whose parameters torch's FSDP would replace.
 
     >>> fsdp_error("model")
-    RoundPipeError("model 'model' is given to torch's FSDP ..., which would replace ...")
+    RoundPipeError("model 'model' is given to torch's FSDP, ..., which would replace ...")
     """
     return RoundPipeError(
         f"model {name!r} is given to torch's FSDP, or one around it is, which would replace the parameters "

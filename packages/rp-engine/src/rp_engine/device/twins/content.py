@@ -16,9 +16,14 @@ from rp_engine.device.parametrizing import parametrizes_in_forward
 _Part = tuple[str, str, object]
 _Table = Mapping[str, object]
 
-_WRITTEN = (
+WRITTEN = (
     "layer {0} wrote its parameter {1!r} in forward, which changes only the device's copy; write it between "
     "calls, or make it a buffer (an nn.Embedding writes its weight if it has max_norm: create it without)"
+)
+_MOVED = (
+    "layer {0} gave its {1!r} other memory in forward, as by self.{1}.data = new or set_(), which only the "
+    "device's copy has; write a buffer in place, as in self.{1}.copy_(new), and a parameter between calls, or in "
+    "forward compute with a changed copy of it"
 )
 GOT_GRADIENT = (
     "{0} gave its parameter {1} a gradient in forward, as backward() does there; compute gradients inside a layer "
@@ -39,10 +44,17 @@ class TwinContent:
     """The modules, parameters and buffers of a twin just built.
 
     `owners`: its modules in the order of the host layer's ``modules()``, so that `check` needs no walk. `hidden`:
-    copies of tensors that require grad and that the layer holds without registering them.
+    copies of tensors that require grad and that the layer holds without registering them. `places`: the addresses
+    of what is bound, by the tensor's id.
     """
 
-    def __init__(self, layer: LayerState, module: torch.nn.Module, hidden: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        layer: LayerState,
+        module: torch.nn.Module,
+        hidden: Sequence[torch.Tensor],
+        places: Mapping[int, int],
+    ) -> None:
         self.owners = list(module.modules())
         self._layer = layer
         self._module = module
@@ -51,6 +63,8 @@ class TwinContent:
         self._content = _content(self.owners)
         # Parameters with their version counters, which binding leaves as they are.
         self._versions = [(name, one, one._version) for name, one in _watched(module)]
+        self._places = places
+        self._tensors = [*_watched(module), *module.named_buffers()]
 
     def check(self, spoil: Callable[[], None]) -> None:
         """Refuse a layer whose forward wrote a parameter or added, replaced or removed a tensor or module.
@@ -67,12 +81,13 @@ class TwinContent:
         for name, parameter, version in self._versions:
             if parameter._version != version:
                 spoil()
-                raise TypeError(_WRITTEN.format(index, name))
+                raise TypeError(WRITTEN.format(index, name))
             if own_grad(parameter) is not None:
                 raise TypeError(GOT_GRADIENT.format(f"layer {index}", repr(name)))
             if is_hooked(parameter):
                 self._drop_hooks()
                 raise TypeError(_HOOKED.format(index, name))
+        self._refuse_moved(spoil)
         content = _content(self.owners)
         if content == self._content:
             return
@@ -89,6 +104,17 @@ class TwinContent:
         spoil()
         kind, name, _ = changed[0]
         raise TypeError(_refusal(index, kind, name, was_there=name in [part[1] for part in before]))
+
+    def _refuse_moved(self, spoil: Callable[[], None]) -> None:
+        places = self._places
+        moved = [name for name, one in self._tensors if (at := one.data_ptr()) != places.get(id(one), at)]
+        if moved:
+            spoil()
+            raise TypeError(_MOVED.format(self._layer.index, moved[0]))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The parameters that are bound to blocks, by name."""
+        return {name: one for name, one, _ in self._versions if id(one) in self._places}
 
     def _drop_hooks(self) -> None:
         for _, parameter, _ in self._versions:

@@ -1,7 +1,7 @@
 """Comparison, in one call of many, of what layers recompute with what their forward gave.
 
 Of each output a few numbers are kept, which differ about as much as the outputs do. They take two small copies,
-and the verdict is read when the call is over: nothing waits for it.
+and the verdict is read when the call is over: nothing waits for it. Likewise for whether weights were written.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from rp_recompute.sketch import sketch
 
 from rp_engine.device.activations import Origins, PacketCopier
 from rp_engine.device.packet import Slot
+from rp_engine.device.twins.bits import names_of
+from rp_engine.device.twins.content import WRITTEN
 from rp_engine.errors import ImpureLayer
-from rp_engine.execution.call import Call, Recomputed
+from rp_engine.execution.call import Call, Recomputed, Rewritten
 from rp_engine.execution.shortage.task_slots import TaskSlots
 
 # The least relative difference that counts, beside roundings of the least precise dtype: forward may have run on
@@ -53,14 +55,23 @@ class SampledComparison:
             least = max(_LEAST, min(_ROUNDINGS * torch.finfo(dtype).eps, _MOST))
             self._call.recomputed.append(Recomputed(layer, microbatch, least, self._send(gap)))
 
+    def see_weights(self, layer: int, names: Sequence[str], differences: torch.Tensor) -> None:
+        """Note by how much the sums of a layer's weights differ after it has run, (names,)."""
+        self._call.rewritten.append(Rewritten(layer, names, self._send(differences)))
+
     def _send(self, numbers: torch.Tensor) -> Any:
         return self._copier.send(None, [numbers], [False], Origins())
 
 
-def refusals(call: Call, recomputed: Sequence[Recomputed]) -> list[BaseException]:
-    """The errors of layers that recomputed something else, in order; the packets' numbers are on the host."""
+def refusals(call: Call, recomputed: Sequence[Recomputed], rewritten: Sequence[Rewritten]) -> list[BaseException]:
+    """The errors of layers that wrote weights or recomputed something else; all numbers are on the host."""
     in_order = sorted(recomputed, key=lambda one: (one.microbatch, one.layer))
-    return [error for each in in_order for error in _refusal(call, each)]
+    writes = [
+        TypeError(WRITTEN.format(each.layer, name))
+        for each in sorted(rewritten, key=lambda one: one.layer)
+        for name in names_of(each.names, each.packet.leaves[0])
+    ]
+    return [*writes, *(error for each in in_order for error in _refusal(call, each))]
 
 
 def _refusal(call: Call, each: Recomputed) -> list[ImpureLayer]:

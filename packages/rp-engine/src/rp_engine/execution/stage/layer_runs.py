@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,8 @@ from rp_telemetry.tracing import NOTHING
 from rp_engine.context import RecomputeCtx
 from rp_engine.device.activations import PacketCopier, enter
 from rp_engine.device.saved_data import Data, SavedData
+from rp_engine.device.twins.bits import names_of, sums_of_bits
+from rp_engine.device.twins.content import WRITTEN
 from rp_engine.device.weights import Weights
 from rp_engine.errors import ImpureLayer
 from rp_engine.execution.effects.aliasing import AliasTracker
@@ -102,12 +104,10 @@ class LayerRuns:
         if facts.prepares:
             run.call = (call[0], {**call[1], "prepared": self._prepared(run)})
         is_examined = facts.may_be_examined and not recomputes and wants_examination(self._call, layer)
-        output = self._examined(run) if is_examined else self._once(run)
+        body = self._examined if is_examined else self._once
+        output = self._compared(run, body) if self._call.compares and microbatch == 0 else body(run)
         if facts.has_buffers or microbatch == self._task.microbatches.start:
             self._twins.check(layer)
-        if self._call.compares and microbatch == 0:
-            dtype = self._precision(twin)
-            self._sampled.see(layer, microbatch, output, dtype, recomputes=recomputes)
         if facts.is_for_loss:
             return output
         return computed(output) if facts.view is None else facts.view(tree, computed(output))
@@ -115,6 +115,19 @@ class LayerRuns:
     def has_seen_enough(self, layer: int, *, recomputes: bool) -> bool:
         """Whether a run of a layer whose graphs were tried may be nothing but its forward: it is not examined."""
         return recomputes or not (self._facts[layer].may_be_examined and wants_examination(self._call, layer))
+
+    def _compared(self, run: _Run, body: Callable[[_Run], Any]) -> Any:
+        """Run a layer; note by what it is known after the call whether it computes the same again."""
+        layer, dtype = run.facts.index, self._precision(run.twin)
+        weights = self._twins.weights(layer)
+        before = self._sums(weights)
+        output = body(run)
+        self._sampled.see_weights(layer, list(weights), self._sums(weights) - before)
+        self._sampled.see(layer, run.microbatch, output, dtype, recomputes=run.recomputes)
+        return output
+
+    def _sums(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return sums_of_bits(list(weights.values()), self._device.torch_device)
 
     def _once(self, run: _Run, also: Callable[[Data], None] | None = None) -> Any:
         """Run a layer forward or recompute it. `also`: see `SavedData.first`."""
@@ -183,8 +196,13 @@ class LayerRuns:
             saved = copied(data)
 
         def first() -> Any:
+            weights = self._twins.weights(layer)
+            before = self._sums(weights)
             output = self._once(run, keep)
             self._twins.check(layer)
+            if written := names_of(weights, self._sums(weights) - before):
+                self._twins.spoil(layer)
+                raise TypeError(WRITTEN.format(layer, written[0]))
             return output
 
         def rerun(arguments: _Arguments) -> Any:
