@@ -130,6 +130,10 @@ WRONG = {
     "a compressed file that is none": (["--data", "none.jsonl.gz"], "none.jsonl.gz cannot be read (Not a gzip"),
     "nothing but bad rows": (["--data", "numbers.jsonl", "--skip-bad-rows"], "1 bad rows, --data numbers.jsonl:1"),
     "unknown names": (["--data", "names.jsonl"], "names.jsonl:3 must have 'messages', 'prompt'"),
+    "a file of weights": (
+        ["--model", "pickled/pytorch_model.bin", "--data", "texts.jsonl"],
+        "--model pickled/pytorch_model.bin is a file of weights; name the folder that it is in",
+    ),
     "a prompt that is a number": (["--data", "numbers.jsonl"], "'prompt' must be text, but is a int"),
     "a prompt that is a list": (["--data", "lists.jsonl"], "write conversations as 'messages'"),
     "messages without roles": (["--data", "roles.jsonl"], "each message must have a 'role'"),

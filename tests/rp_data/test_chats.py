@@ -193,7 +193,9 @@ def test_control_tokens_in_messages_are_told_with_the_first() -> None:
     notes = Reader(tokenizer, sequence=64, completions_only=False).read(chats).notes
 
     assert (notes.controlling, notes.control) == (1, "first '<|im_end|>' in a:1")
-    assert "--data: messages say control tokens of the tokenizer in 1 conversations" in "".join(
+    ChatTemplate(tokenizer, notes=notes).prompt(chats[1])
+    assert notes.controlling == 2
+    assert "--data: messages say control tokens of the tokenizer in 2 conversations" in "".join(
         notes.lines("--data")
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -134,8 +133,6 @@ class Reader:
             self._tokenizer, clock=self._clock, notes=self.notes
         )
         self._check_marks(chat)
-        if (word := self._controls.search(_words_of(chat))) is not None:
-            self.notes.controls(chat.place, word.group())
         self.notes.empty += len(_answers(chat)) - sum(map(_is_said, _answers(chat)))
         if chat.images:
             return self._of_seeing(chat, template)
@@ -178,13 +175,6 @@ class Reader:
                 f"{place} has {self._tokenizer.convert_ids_to_tokens(found)!r} in its text, which stands for what "
                 "the model sees or hears; write another word, or leave the row out"
             )
-
-    @cached_property
-    def _controls(self) -> re.Pattern[str]:
-        """What stands for a control token in a text."""
-        added: Iterable[Any] = self._tokenizer.added_tokens_decoder.values()
-        words = sorted((str(one) for one in added if one.special), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, words)) or r"(?!)")
 
     @cached_property
     def _sight(self) -> Sight | str:
@@ -289,14 +279,6 @@ def _answers(chat: Chat) -> list[Mapping[str, Any]]:
         for at, message in enumerate(chat.messages)
         if at >= chat.prompted and message["role"] == ASSISTANT and chat.marks.get(at, True)
     ]
-
-
-def _words_of(chat: Chat) -> str:
-    """Return all text of a conversation's contents."""
-    contents = [message.get("content") or "" for message in chat.messages]
-    return "\n".join(
-        one if isinstance(one, str) else "\n".join(part.get("text", "") for part in one) for one in contents
-    )
 
 
 def _is_said(message: Mapping[str, Any]) -> bool:

@@ -22,6 +22,7 @@ from rp_data.chat.arguments import (
 )
 from rp_data.chat.clock import stopped
 from rp_data.chat.contents import in_parts, takes_parts
+from rp_data.chat.controls import controls_of, text_of
 from rp_data.chat.ends import ends_of_reply
 from rp_data.chat.templates import Template, Templates, for_training, has_trl
 from rp_data.chat.written import check_known, check_written, said_in, unread
@@ -48,6 +49,7 @@ class ChatTemplate:
         self._tokenizer, self._clock = tokenizer, clock
         self._notes = notes or Notes()
         self._templates = Templates(tokenizer)
+        self._controls = controls_of(tokenizer)
         # What a template does with the arguments of tools, by what is asked.
         self._known: dict[tuple[str, Template], bool] = {}
         self._takes_parts: dict[Template, bool] = {}
@@ -128,6 +130,8 @@ class ChatTemplate:
     def _text_of(self, chat: Chat, template: Template) -> _Text:
         # Before the template itself says something less clear of what it does not know.
         check_known(chat, template.text)
+        if (word := self._controls.search(text_of(chat.messages))) is not None:
+            self._notes.controls(chat.place, word.group())
         text = _Text(self._tokenizer, chat, template, self._clock)
         if template not in self._takes_parts:
             self._takes_parts[template] = takes_parts(text.of)

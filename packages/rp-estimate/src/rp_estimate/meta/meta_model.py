@@ -25,6 +25,7 @@ from torch import nn
 from rp_estimate.meta.model_class import model_class
 
 # A config has some kilobytes: a larger file is not a config, and is not read.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _MOST_BYTES = 16 * 2**20
 # The scheduler's limit.
 _MOST_LAYERS = 4000
@@ -199,9 +200,14 @@ def config_of(path: Path, *, is_stored: bool) -> Any:  # Any: each model has its
 def try_if_unusual(path: Path) -> None:
     """Create a config's model in a limited process first, if it has numbers that might become long lists.
 
-    Raises `Refused` if that exceeds the limits, and for what cannot be created, perhaps for want of memory.
+    Raises `Refused` if that exceeds the limits, for what cannot be created, perhaps for want of memory, and for a
+    file of weights.
     """
     check_stored(f"--model {path}", path)
+    if path.suffix in _WEIGHTS:
+        raise Refused(
+            f"--model {path} is a file of weights; name the folder that it is in, which has a config.json"
+        )
     if path.stat().st_size > _MOST_BYTES or not _is_unusual(_read_or_none(path)):
         return
 
