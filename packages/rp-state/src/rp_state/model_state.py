@@ -33,15 +33,17 @@ from rp_state.memory.passed_memory import PassedMemory, sharing
 from rp_state.modules.habits import Habits
 from rp_state.modules.seen import SeenModules
 from rp_state.options import Coded, HostOptions
+from rp_state.publications import Publications
 from rp_state.shards import Owners
 
 
 class ModelState:
     """The host side of one model. The launcher changes it.
 
-    `name`: the model's. `unpublished`: the optimizer has a result that is not published yet. `habits`: what its
-    layers were seen to do. `num_runs`: number of launched runs that add gradients; `stepped_runs`: those of them
-    whose gradients a step takes or the user dropped. `health`: what failures have left of gradients, steps and
+    `name`: the model's. `unpublished`: the optimizer has a result that is not published yet. `publications`: is
+    told of published blocks. `habits`: what its layers were seen to do. `num_runs`: number of launched runs that
+    add gradients; `stepped_runs`: those of them whose gradients a step takes or the user dropped. `health`: what
+    failures have left of gradients, steps and
     weights. `shards`: which machine owns which parameter. `is_stepping`: a step function is running; only the
     optimizer's thread uses it. `shows_gradients`: parameters have their ``.grad``, for code outside. `absent`:
     gradients, by parameter, of those that were in a trained block and are in none now. `is_part`: another model is
@@ -72,6 +74,7 @@ class ModelState:
         self.modules = tuple(modules)
         self._store = FrozenStore.on(options.frozen) if options.frozen else None
         self.unpublished = False
+        self.publications = Publications()
         self.habits = Habits()
         self.masters: dict[torch.Tensor, torch.nn.Parameter] = {}
         # None if they are in memory.

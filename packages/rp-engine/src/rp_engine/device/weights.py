@@ -106,7 +106,8 @@ class Weights:
         """Take the blocks that are on the device from a call before."""
         self.on.kept.begin(self.on.call, self.on.version)
         for block, ticket in self.turns.items():
-            if block not in self._arriving and (found := self.on.kept.find(block)) is not None:
+            is_wanted = block not in self._arriving and block not in self.on.coded
+            if is_wanted and (found := self.on.kept.find(block)) is not None:
                 self._arriving[block] = found
                 if not ticket.writes:
                     ticket.leave()

@@ -22,6 +22,7 @@ from rp_engine.device.packet import Packet
 from rp_engine.device.replica import Twins
 from rp_engine.engine.host.parameters import HostParameters, Observer
 from rp_engine.engine.memory.activation_memory import ActivationMemory
+from rp_engine.engine.next_call import NextCall
 from rp_engine.engine.step_during import NO_STEP, NoStep
 from rp_engine.engine.under_way import Launched
 from rp_engine.errors import DeviceMemoryWarning
@@ -35,6 +36,7 @@ from rp_engine.planning.auto_compute import AutoCompute, autocast_refusal
 from rp_engine.planning.fp8_layers import Fp8Layers, coded_by
 from rp_engine.planning.planner import Planner
 from rp_engine.runtime.runtime import Runtime
+from rp_engine.runtime.tickets import Take
 from rp_engine.settings.fp16_sums import refuse_call
 from rp_engine.settings.run_config import Compute, RoundPipeRunConfig
 
@@ -73,6 +75,8 @@ class Runs(Observer):
         self._compiler = compiler
         self._twins = self._new_twins()
         self._fp8_layers = self._new_fp8_layers()
+        self._next_call = NextCall(runtime.lanes)
+        state.publications = self._next_call
         self.auto_compute = AutoCompute(name, runtime, compiler)
 
     def start(
@@ -97,13 +101,17 @@ class Runs(Observer):
         run = self._followed(call, tasks, batch)
         if mode == "train":
             self.host.expect_backward(run)
-        run.start(self.planner.watch(config, mode, batch.size, run.first_tasks))
+        times = self.planner.watch(config, mode, batch.size, run.first_tasks)
+        run.start(times)
+        self._next_call.note(call, run.first_tasks, is_measured=times is not None)
         # At once: tasks wait until it has read the gradients of those before them.
         step.launch(run.step_turns)
         return run
 
     def start_aside(self, batch: Batch, config: RoundPipeRunConfig, aside: Aside) -> Run:
         """Start the run of an inference call from which no plan learns."""
+        # It measures what memory there is for weights that stay.
+        self._next_call.clear()
         if aside.holds_state:
             tasks = self.planner.tasks_with_state(batch.size, aside.kept)
         else:
@@ -200,6 +208,7 @@ class Runs(Observer):
             taken_bytes=partial(self.planner.footprint.taken_bytes, batch.size.rows),
             products=products,
             coded=coded,
+            ahead=self._next_call.stores if manner is USUAL else (),
             first_microbatch=numbers.first,
         )
 
@@ -265,6 +274,10 @@ class Runs(Observer):
 
     # Notices of changes on the host: see `Observer`
 
+    def note_stepping(self, take: Take) -> None:
+        """Have weights travel to the devices as they are published."""
+        self._next_call.expect(self.host.state.layers, self.host.state.version, take)
+
     def note_over(self, work: Launched) -> None:
         """Give what was measured of a run and of its layers to the planner; tell of memory that ran out."""
         if not isinstance(work, Run) or work.call.manner is not USUAL:
@@ -303,6 +316,7 @@ class Runs(Observer):
 
     def note_rebuilt(self) -> None:
         """Replace the device copies of the layers, and discard plans made for the old layers."""
+        self._next_call.clear()
         self._twins = self._new_twins()
         self._fp8_layers = self._new_fp8_layers()
         self.planner.forget()

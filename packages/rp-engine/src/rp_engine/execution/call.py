@@ -137,7 +137,8 @@ class Call:
     microbatch takes in some layers on a device beside weights, with what these keep. `products`: which linear
     layers multiply in FP8.
     `coded`: the blocks that travel with codes in place of some weights.
-    `number`: no other call of the process has it.
+    `ahead`: for each device, the weights that have travelled there before the call. `number`: no other call of
+    the process has it.
     """
 
     name: str
@@ -165,6 +166,7 @@ class Call:
     graph_work: GraphWork = field(default_factory=GraphWork)
     products: Fp8Products | None = None
     coded: frozenset[Block] = frozenset()
+    ahead: tuple[WeightCache, ...] = ()
     recomputed: list[Recomputed] = field(default_factory=list[Recomputed])
     rewritten: list[Rewritten] = field(default_factory=list[Rewritten])
     losses_seen: LossesSeen = field(default_factory=LossesSeen)
@@ -186,8 +188,9 @@ class Call:
         return self.manner.widening
 
     def kept(self, device: int) -> WeightCache:
-        """Return the weights that stay on a device from call to call."""
-        return self.manner.kept[device] if self.manner.kept else NO_WEIGHT_CACHE
+        """Return the weights that a device has before the call."""
+        found = self.manner.kept or self.ahead
+        return found[device] if found else NO_WEIGHT_CACHE
 
     @property
     def output_stays(self) -> bool:

@@ -48,6 +48,7 @@ def run_step(
         shared.settle(tracer)
         for part in parts:
             part.leave()
+            part.state.publications.note_step_over()
 
 
 def _publish_before(parts: Sequence[ModelStep], tracer: Tracer, shared: SharedStep) -> None:

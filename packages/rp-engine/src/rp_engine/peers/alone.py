@@ -296,6 +296,7 @@ class OwnResults:
             if state.health.has_whole_step:
                 block.publish(state.backend, [state.masters[parameter] for parameter in block.tensors])
             ticket.leave()
+            state.publications.note_published(block)
 
     def take_over(self, parameters: Iterable[torch.Tensor]) -> None:
         """Masters were set from them: nothing else has them."""

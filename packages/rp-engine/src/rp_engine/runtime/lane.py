@@ -60,6 +60,11 @@ class Lane:
         """Whether the calling thread is this lane's."""
         return self._worker.is_current()
 
+    @property
+    def has_jobs(self) -> bool:
+        """Whether there are jobs that have not begun."""
+        return bool(self._waiting)
+
     def submit(self, job: Job) -> Outcome[None]:
         """Queue a job; it runs in the caller's context variables, where newer torch keeps settings."""
         self._waiting.append(job)

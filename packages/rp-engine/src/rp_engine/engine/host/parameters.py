@@ -35,6 +35,9 @@ class Observer:
     def note_over(self, work: Launched) -> None:
         """This work has ended."""
 
+    def note_stepping(self, take: Take) -> None:
+        """A step is launched: `take` takes turns after its own."""
+
     def note_altered(self) -> None:
         """Plain attributes of the layers have changed."""
 
@@ -139,6 +142,10 @@ class HostParameters:
         """Take a step's turns."""
         self.gradients.note_stepped()
         return self._step_queue.prepare(take, is_async=is_async)
+
+    def expect_next_call(self, take: Take) -> None:
+        """Let the observer take turns for the next call, once those of a step are taken."""
+        self._observer.note_stepping(take)
 
     def prepare_consuming(self, take: Take, gradients: Mapping[Block, Ticket]) -> ModelStep:
         """Take the turns of a step during a call, which has taken those on `gradients`."""

@@ -1,0 +1,158 @@
+"""Weights that travel to devices as a step publishes them, before the call that will read them is made."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from rp_optim.jobs import Outcome
+from rp_state.block import Block
+from rp_telemetry.tracing import Tracer
+from rp_telemetry.transfer_times import UNTIMED
+from rp_transfer import Event, Ticket, is_out_of_memory
+
+from rp_engine.device.memory.weight_cache import Arriving, NoWeightCache
+from rp_engine.device.transfers import bring, upload_from_host
+from rp_engine.runtime.lane import Lane
+from rp_engine.runtime.porter import Porter
+from rp_engine.runtime.tickets import Take
+
+# What kernels take beside torch's allocator, and what its holes waste, is not seen.
+_USABLE = 0.92
+
+
+class _Expected(NamedTuple):
+    """A block that is to travel. `ticket`: its turn to be read. `version`: of the model's weights then."""
+
+    ticket: Ticket
+    version: int
+    tracer: Tracer
+
+
+class _Begun(NamedTuple):
+    """A block that travels, unless it is cancelled before."""
+
+    memory: torch.Tensor
+    arrived: Outcome[Event]
+    expected: _Expected
+
+    def cancel(self) -> bool:
+        """Cancel the upload and leave its turn, if it has not begun; return whether."""
+        is_cancelled = self.arrived.cancel()
+        if is_cancelled:
+            self.expected.ticket.leave()
+        return is_cancelled
+
+
+class WeightsAhead(NoWeightCache):
+    """One model's weights on their way to one device for the call that comes next.
+
+    The launcher's thread says which are expected, the optimizer's thread sends each as it is published. A task
+    finds here what has begun to travel, and has not changed since; it brings all else by itself. Whatever no task
+    of the call asks for is freed at the next step, or when the device's memory is short.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._lock = threading.Lock()
+        self._expected: dict[Block, _Expected] = {}
+        self._begun: dict[Block, _Begun] = {}
+        self._version = -1
+        clear = partial(_clear, weakref.ref(self))
+        lane.reserves.append(clear)
+        weakref.finalize(self, lane.reserves.remove, clear)
+
+    def expect(self, blocks: Iterable[Block], version: int, take: Take, tracer: Tracer) -> None:
+        """Have these blocks travel once all turns on them that were taken before are over.
+
+        Not if a call has left some of the last ones, as the next one may; if the device has tasks to begin, whose
+        weights come first; or if its memory is short. `version`: of the model's weights then.
+        """
+        wanted = list(blocks)
+        are_left = self.clear() is not None
+        if are_left or self._lane.has_jobs or not self._has_room(sum(block.nbytes for block in wanted)):
+            return
+        found = {block: _Expected(take(block.turns, write=False), version, tracer) for block in wanted}
+        with self._lock:
+            self._expected = found
+
+    def send(self, block: Block) -> None:
+        """Have a block travel if it is expected and its turn has come."""
+        with self._lock:
+            if block not in self._expected or not self._expected[block].ticket.open():
+                return
+            expected = self._expected.pop(block)
+            try:
+                self._begun[block] = self._sent(block, expected)
+            except Exception as error:
+                expected.ticket.leave()
+                if not is_out_of_memory(error):
+                    raise
+
+    def _sent(self, block: Block, expected: _Expected) -> _Begun:
+        inbox = self._lane.inbox
+        numel, dtype = block.form(coded=False)
+        memory = self._lane.device.empty((numel,), dtype, stream=inbox.stream)
+        upload = partial(upload_from_host, inbox, block, memory)
+        args = (inbox, block, memory, expected.ticket, UNTIMED, expected.tracer, upload)
+        return _Begun(memory, inbox.submit(bring, *args), expected)
+
+    def _has_room(self, nbytes: int) -> bool:
+        use, device = self._lane.device.memory(), self._lane.device
+        # The task that runs may reach its peak again, and the next one finds its weights here.
+        return use.is_complete and use.peak_bytes + nbytes <= _USABLE * device.obtainable_bytes()
+
+    def begin(self, call: int, version: int) -> None:
+        """Begin a call that reads weights of this version."""
+        del call
+        self._version = version
+
+    def find(self, block: Block) -> Arriving | None:
+        """Return a block for its task to free, if it has begun to travel and has not changed."""
+        with self._lock:
+            expected, begun = self._expected.pop(block, None), self._begun.pop(block, None)
+        _leave([] if expected is None else [expected])
+        if begun is None or begun.cancel():
+            return None
+        if begun.expected.version == self._version:
+            return begun.memory, begun.arrived
+        self._free([begun])
+        return None
+
+    def expect_no_more(self) -> None:
+        """Give up those that have not begun to travel: who writes them waits for their turns."""
+        with self._lock:
+            expected, self._expected = list(self._expected.values()), {}
+        _leave(expected)
+
+    def clear(self) -> Outcome[None] | None:
+        """Free all blocks once what copies them is over; return the outcome of that, None if there are none."""
+        with self._lock:
+            expected, begun = list(self._expected.values()), list(self._begun.values())
+            self._expected, self._begun = {}, {}
+        _leave(expected)
+        return self._free([one for one in begun if not one.cancel()]) if expected or begun else None
+
+    def _free(self, begun: Sequence[_Begun]) -> Outcome[None]:
+        inbox = self._lane.inbox
+        return inbox.submit(_outlast, inbox, begun)
+
+
+def _leave(expected: Iterable[_Expected]) -> None:
+    for one in expected:
+        one.ticket.leave()
+
+
+def _outlast(porter: Porter, begun: Sequence[_Begun]) -> None:
+    """Keep blocks until all copies that the porter has queued are over."""
+    porter.conveyor.drain()
+    del begun
+
+
+def _clear(ahead: weakref.ref[WeightsAhead]) -> None:
+    if (found := ahead()) is not None and (freed := found.clear()) is not None:
+        freed.wait()
