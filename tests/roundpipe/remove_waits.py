@@ -99,6 +99,11 @@ WAITS = [
         "a task that steps aside waits for its uploads",
     ),
     Wait(
+        "device/memory/weights_ahead.py",
+        "porter.conveyor.drain()",
+        "weights that travel in vain live until they are there",
+    ),
+    Wait(
         "device/gradient_sums.py",
         "self._outbox.wait_for_room(self._spare_bytes)",
         "gradients that cannot leave hold up the next task",

@@ -27,6 +27,7 @@ from paired import Meeting, on_both
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, save_checkpoint
 from roundpipe.optim import SGD
 from rp_engine.device import transfers
+from rp_engine.device.memory.weights_ahead import WeightsAhead
 from rp_engine.engine.model_read import ModelBetweenSteps
 from rp_engine.execution.stage import backpropagation
 from rp_recompute.randomness import Randomness, RngConsumer
@@ -737,6 +738,24 @@ def what_users_write_comes_after_the_step() -> None:
             assert torch.equal(weight, wanted), name
 
 
+def weights_that_travel_in_vain_live_until_they_are_there() -> None:
+    """Weights that were written after a step are brought anew; what had begun to travel is freed in its time."""
+    ours, theirs = layers(), layers()
+    with Runtime("cpu:1") as runtime, mock.patch.object(WeightsAhead, "_has_room", return_value=True):
+        model = wrap(ours, runtime, Plan(fused=range(5)))
+        optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.002)
+        reference = torch.optim.SGD(theirs.parameters(), lr=0.002)
+        for seed in range(14):
+            same(call(model, seed), plain(theirs, seed))
+            model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+            reference.step()
+            reference.zero_grad()
+            runtime.lanes[0].inbox.submit(lambda: None).result()
+            with torch.no_grad():
+                ours[4].linear.weight.mul_(0.9)
+                theirs[4].linear.weight.mul_(0.9)
+
+
 def changes_wait_for_the_call() -> None:
     """Freezing a parameter, or dropping gradients, while a backward goes on."""
     ours, theirs = layers(), layers()
@@ -1215,6 +1234,7 @@ SCENARIOS: list[Callable[[], None]] = [
     a_layer_runs_once_beside_one_that_draws,
     checkpoints_leave_numbers_alone,
     what_users_write_comes_after_the_step,
+    weights_that_travel_in_vain_live_until_they_are_there,
     changes_wait_for_the_call,
     replaced_parameters_wait_for_the_call,
     pace,
