@@ -143,6 +143,7 @@ def test_prepared_videos_train_alike_are_evaluated_and_prompts_with_videos_compl
     given = ["--model", str(folder), "--data", str(data), "--sequence", "256", "--completions-only"]
     made, run, completed = (tmp_path / name for name in ("made", "run", "completed.jsonl"))
     assert main(["prepare", *given, "--output", str(made)]) == 0
+    assert "2 images and 5 videos, which are in the folder, too" in capsys.readouterr().out
     for number in range(9):
         (tmp_path / f"{number}.png").rename(tmp_path / f"{number}-moved.png")
     arguments = ["--model", str(folder), "--data", str(made), "--output", str(run), "--batch", "6"]
@@ -212,12 +213,21 @@ def test_what_is_wrong_with_videos_is_told(folder, tmp_path, capsys):
     other.save(tmp_path / "b.png")
     tmp_path.joinpath("a.mp4").write_bytes(b"\0\0\0\x18ftypisom")
     tmp_path.joinpath("empty").mkdir()
+    tmp_path.joinpath("mixed").mkdir()
+    picture.save(tmp_path / "mixed" / "1.png")
+    tmp_path.joinpath("mixed", "about.txt").write_text("one")
+    vision.picture(2, 9, 8).save(tmp_path / "c.png")
     both = ["a.png", "b.png"]
-    wrong = {
+    wrong: dict[Any, str] = {
         "a.mp4": "cannot be decoded: it is no image of a known format (of videos name a folder of frames",
         "empty": "video 1 of 1 must have frames, but has none",
         "absent.mp4": "there is no file",
         "https://example.org/a.mp4": "which is not downloaded",
+    }
+    wrong |= {
+        "mixed": "video 1 of 1, frame 2 (about.txt) cannot be decoded",
+        "a.png": "refuses these images, and videos of 1 frames, each a list or a folder:",
+        ("a.png", "c.png"): "all frames of a video must have one size, but one has 9 by 8 and another 16 by 8",
     }
     rows = [{"messages": [{"role": "user", "content": "one"}, said(1)], "videos": [one]} for one in wrong]
     parts = {

@@ -188,6 +188,13 @@ class Documents:
         """The number of tokens that are learned."""
         return sum(table_of(self.all).labels)
 
+    @property
+    def shown(self) -> str:
+        """How many images and videos they show, in words."""
+        rows = [[picture.film for picture in one.seen.pictures] for one in self.all if one.seen]
+        images, videos = sum(row.count(-1) for row in rows), sum(max(row) + 1 for row in rows)
+        return f"{images:,} images and {videos:,} videos" if videos else f"{images:,} images"
+
     @classmethod
     def of(
         cls, documents: Sequence[Document], counts: Counts, *, has_end: bool, notes: Notes | None = None

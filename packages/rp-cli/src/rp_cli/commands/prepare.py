@@ -96,7 +96,7 @@ def _tell(given: Preparation, folder: Path, documents: Documents) -> None:
         "are learned"
     )
     if documents.images:
-        print(f"{documents.images:,} images, which are in the folder, too")
+        print(f"{documents.shown}, which are in the folder, too")
     for line in (*documents.counts.lines(given.sequence), *documents.notes.lines("--data")):
         print(line)
     only = " --completions-only" if given.completions_only else ""

@@ -133,13 +133,11 @@ def _data(
 
 def _about_images(options: FineTuning, training: Documents) -> str:
     packing = "; samples are not packed, as with --no-packing, since images are not" if options.packing else ""
-    rows = [[picture.film for picture in one.seen.pictures] for one in training.all if one.seen]
-    videos = sum(max(row) + 1 for row in rows)
-    shown = f"{sum(row.count(-1) for row in rows):,} images" + (f" and {videos:,} videos" if videos else "")
+    shown = training.shown
     if options.image_cache is None:
         return f"{shown}, decoded for each step while the one before trains{packing}"
     kept = f"kept in {options.image_cache}, up to {options.image_cache_gb:g} GB"
-    return f"{shown}; what the processor makes of {'images' if videos else 'them'} is {kept}{packing}"
+    return f"{shown}; what the processor makes of {'images' if 'videos' in shown else 'them'} is {kept}{packing}"
 
 
 def _sequences(

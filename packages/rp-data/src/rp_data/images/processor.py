@@ -167,6 +167,13 @@ class Sight:
     def _mark_of(self, place: str, one: Any) -> str:
         if not isinstance(one, Film):
             return self._marks[0]
+        sizes = sorted({frame.size for frame in one.frames})
+        if len(sizes) > 1:
+            (width, height), (other_width, other_height) = sizes[0], sizes[-1]
+            raise Refused(
+                f"{place}: all frames of a video must have one size, but one has {width} by {height} and another "
+                f"{other_width} by {other_height} pixels"
+            )
         if len(self._marks) == 1:
             raise Refused(f"{place} has a video, but the {type(self._own).__name__} takes none; leave the row out")
         return self._marks[1]
@@ -187,8 +194,11 @@ class Sight:
         """Return what the processor makes of a text, and the texts that it gives its tokenizer."""
         words = self._own.tokenizer
         self._own.tokenizer = recorder = _Recorder(words)
+        films = [one for one in images if isinstance(one, Film)]
+        counts = " and ".join(str(len(one.frames)) for one in films)
+        what = f"images, and videos of {counts} frames, each a list or a folder" if films else "images"
         try:
-            with refusing_all(f"{place}: the processor refuses these images: "):
+            with refusing_all(f"{place}: the processor refuses these {what}: "):
                 return self._processed([text], [images]), recorder.texts
         finally:
             self._own.tokenizer = words

@@ -132,14 +132,17 @@ def frames_named(place: str, given: object, folder: Path, film: int) -> list[Sou
     Raises `Refused` for a list or a folder without any, and for `fps`, frames a second, that is no such number.
     """
     inner, fps = _inside(place, given)
-    frames = _in_folder(inner, folder)
-    if isinstance(inner, list):
-        frames = cast("list[object]", inner)
-    elif frames is None:
+    files = _in_folder(inner, folder)
+    if not isinstance(inner, list) and files is None:
         return [Source(place, inner, folder, film, fps)]
+    frames = cast("list[object]", inner) if files is None else list[object](map(str, files))
     if not frames:
         raise Refused(f"{place} must have frames, but has none; name some, or leave it out")
-    return [Source(f"{place}, frame {number}", one, folder, film, fps) for number, one in enumerate(frames, 1)]
+    names = [""] * len(frames) if files is None else [f" ({one.name})" for one in files]
+    return [
+        Source(f"{place}, frame {number}{name}", one, folder, film, fps)
+        for number, (one, name) in enumerate(zip(frames, names, strict=True), 1)
+    ]
 
 
 def _inside(place: str, given: object, fps: float = 0.0) -> tuple[object, float]:
@@ -160,12 +163,12 @@ def _rate(place: str, fields: Mapping[str, object]) -> float:
     return float(found)
 
 
-def _in_folder(given: object, folder: Path) -> list[object] | None:
+def _in_folder(given: object, folder: Path) -> list[Path] | None:
     """Return the visible files of a folder, in the order of their names; None if that is none."""
     if not isinstance(given, str) or "\0" in given or len(given) > _MOST_LETTERS:
         return None
     path = folder / given
     with suppress(OSError):
         if path.is_dir():
-            return [str(one) for one in sorted(path.iterdir()) if one.is_file() and not one.name.startswith(".")]
+            return [one for one in sorted(path.iterdir()) if one.is_file() and not one.name.startswith(".")]
     return None
