@@ -207,9 +207,9 @@ WAITS = [
     ),
     Wait(
         "engine/host/changes.py",
-        "        self.steps.drain()\n        unfrozen",
+        "        if is_regrouped:\n            self.steps.drain()\n",
         "blocks are regrouped when nobody uses them",
-        "        unfrozen",
+        "",
     ),
     Wait(
         "engine/host/parameters.py",

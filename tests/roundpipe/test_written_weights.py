@@ -15,7 +15,9 @@ import torch
 from plain import batch, mlp, square_error
 from roundpipe import RoundPipe, Runtime, TrainingWarning, save_checkpoint
 from roundpipe import optim as optimizers
+from roundpipe import wrap_model_to_roundpipe as wrap
 from rp_engine.engine import whole_model
+from torch import nn
 
 LOST = r"weights of model .* \(1 of them, the first in layer 2\) were written while .* call model.synchronize\(\)"
 
@@ -203,10 +205,10 @@ def test_writes_past_counters_are_seen_while_a_checkpoint_is_read(
     optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
     call(model)
     stepped(model, optimizer)
-    monkeypatch.setattr(whole_model, "run_model_read", lambda *how: (read(*how), may_end.wait(60)))
+    monkeypatch.setattr(whole_model, "run_model_read", lambda *how: (read(*how), may_end.wait(1)))
     saving = save_checkpoint(tmp_path / "saved", model, optimizer, wait=False)
     past_counters(layers)
-    # Steps come after the reader, and would take the place of what was written.
+    # It waits for the reader. Steps come after that, and would take the place of what was written.
     with pytest.warns(TrainingWarning, match="past torch's version counters"):
         call(model)
     may_end.set()
@@ -239,7 +241,11 @@ def test_weights_are_no_others_under_another_default_device(two: Runtime) -> Non
 
 
 @pytest.mark.parametrize("write", [past_counters, one_number])
-@pytest.mark.parametrize("options", [{}, {"double_buffer": False}], ids=["two blocks", "one block"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"double_buffer": False}, {"pin_model": "off"}, {"pin_model": "register"}],
+    ids=["two blocks", "one block", "scattered", "registered"],
+)
 def test_writes_past_version_counters_count_and_are_told_once(
     two: Runtime, options: dict[str, Any], write: Callable[[Any], None]
 ) -> None:
@@ -264,3 +270,53 @@ def test_writes_past_version_counters_count_and_are_told_once(
     words = [str(one.message) for one in told if issubclass(one.category, TrainingWarning)]
     assert len(words) == 1
     assert "past torch's version counters" in words[0]
+
+
+class Scaled(nn.Module):
+    """A model that is taken apart, with a parameter outside of all parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = mlp(), nn.Parameter(torch.full((3,), 1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+
+@pytest.mark.parametrize("frozen", [None, False, True], ids=["", "unfrozen", "frozen"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_writes_past_counters_count_outside_of_parts_and_where_layers_are_frozen(
+    two: Runtime, frozen: bool | None, waits: bool
+) -> None:
+    net = Scaled()
+    net.inner[0].requires_grad_(frozen is not False)
+    plain, x, y = copy.deepcopy(net), *batch(6)
+    model = wrap(net, runtime=two, lower_threshold=1)
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
+    of_plain = torch.optim.SGD([each for each in plain.parameters() if each.requires_grad], lr=0.1)
+
+    def step() -> None:
+        square_error(model(x), y).backward()
+        square_error(plain(x), y).backward()
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+        of_plain.step()
+        plain.zero_grad()
+
+    def write() -> None:
+        for each in (net, plain):
+            each.scale.data.mul_(0.5)
+            each.inner[2].weight.data.mul_(0.5)
+            if frozen is not None:
+                each.inner[0].requires_grad_(not frozen)
+        if waits:
+            model.synchronize()
+
+    write()
+    with pytest.warns(TrainingWarning, match="past torch's version counters"):
+        step()
+    for _ in range(2):
+        write()
+        step()
+
+    for found, wanted in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted)

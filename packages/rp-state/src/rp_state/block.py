@@ -80,8 +80,8 @@ class Block:
         self._written: set[int] = set()
         # Those of them that a publication has found.
         self._overtaken: set[int] = set()
-        can_sample = group.kind == "trainable" and self.host.is_one_piece
-        self._sample: Sampling = Sample(self.layout, self.host.memories) if can_sample else NoSample()
+        is_trained = group.kind == "trainable"
+        self._sample: Sampling = Sample(self.layout, self.host.memories) if is_trained else NoSample()
         self.is_staged = not all(map(backend.is_pinned, self.host_tensors()))
 
     def _moved_in(self, files: MappedFiles, memory: torch.Tensor | None) -> HostTensors:

@@ -63,9 +63,15 @@ class OutsideChanges:
         samples = samples and (self.state.has_backs() or self._is_still())
         written = self.state.written_outside(samples=samples)
         changed = self._has_changed()
+        is_regrouped = regroups and not changed and self._is_regrouping_due()
         if changed:
             self.steps.drain()
             written += self.state.moved_outside()
+        if is_regrouped:
+            self.steps.drain()
+        if changed or is_regrouped:
+            # Blocks that are made anew forget what was written past version counters.
+            written += self.state.written_outside(samples=self.state.has_backs() or self._is_still())
         if written:
             self.steps.wait()
             # Settling would forget what others were written past their version counters.
@@ -80,7 +86,7 @@ class OutsideChanges:
         elif written:
             # An earlier forward read other weights than its backward would.
             self.state.health.note_changed("weights were written or loaded by code outside of the engine")
-        if regroups and not changed:
+        if is_regrouped:
             self._regroup()
 
     def are_there(self) -> bool:
@@ -101,9 +107,6 @@ class OutsideChanges:
         which a parameter was unfrozen. So no step's result must be published for that, and earlier forwards can
         still go backward.
         """
-        if not self._is_regrouping_due():
-            return
-        self.steps.drain()
         unfrozen = self.state.unfrozen()
         if not self._keeps_frozen():
             self._rebuild()
