@@ -194,7 +194,9 @@ def batch_of(model: nn.Module, owned: Sequence[Sequence[int]]) -> Inputs:
         if name.endswith("token_type_ids"):
             batch[name] = (ids == token).long()
     if any(owned):
-        batch |= {name: images_in(example, name, owned) for name in example.images.names}
+        batch |= {
+            name: images_in(example, name, owned) for name in example.images.names if name in example.arguments
+        }
     return batch if takes(model, "attention_mask") else {**batch, "attention_mask": None}
 
 
@@ -244,7 +246,7 @@ def filmed_batch_of(model: nn.Module, owned: Sequence[Sequence[int]], filmed: Se
     batch |= {name: kinds for name in example.arguments if name.endswith("token_type_ids")}
     for one, chosen in ((example, owned), (film, filmed)):
         if any(chosen):
-            batch |= {name: images_in(one, name, chosen) for name in one.images.names}
+            batch |= {name: images_in(one, name, chosen) for name in one.images.names if name in one.arguments}
     return batch
 
 
@@ -280,7 +282,9 @@ def features_of(example: Example) -> list[int]:
     total = int((example.arguments["input_ids"] == example.images.token).sum())
     if isinstance(example.images, BySample):
         return [total // 3] * 3
-    weights = example.images.measure.weights({name: example.arguments[name] for name in example.images.names})
+    weights = example.images.measure.weights(
+        {name: example.arguments[name] for name in example.images.names if name in example.arguments}
+    )
     return [weight * total // sum(weights) for weight in weights]
 
 

@@ -122,6 +122,28 @@ def test_samples_may_have_any_number_of_videos_beside_images(data):
     assert_films_train_as_plainly(FILMS[0], devices, microbatches, owned, filmed)
 
 
+@pytest.mark.parametrize("tells_of_all", [False, True])
+def test_several_images_of_a_sample_are_no_tiles_where_their_numbers_say_so(tells_of_all):
+    model = without_dropout(FAMILIES["LlavaOnevisionForConditionalGeneration"].build()).train()
+    token, side = model.config.image_token_index, model.config.vision_config.image_size
+    owned, sizes = [2, 0, 1], torch.tensor([[side, side]] * 3)
+    pixels = torch.randn(3, 3, 3, side, side, generator=torch.Generator().manual_seed(0))
+    counts = torch.tensor(owned if tells_of_all else [2, 1])
+    given = {"pixel_values": pixels, "image_sizes": sizes, "batch_num_images": counts}
+    features = [len(one) for one in model.model.get_image_features(**given, return_dict=True).pooler_output]
+    longest = sum(features[:2]) + 3
+    rows = [[token] * sum(features[:2]), [], [token] * features[2]]
+    ids = torch.tensor([[5, *row, *range(6, 6 + longest - 1 - len(row))] for row in rows])
+    batch = without_cache(model, {"input_ids": ids, "labels": ids.masked_fill(ids == token, -100), **given})
+    expected = trained_plainly(copy.deepcopy(model), batch)
+
+    assert features[0] < features[2]
+    assert differences(trained(model, batch, "cpu:2", 3), expected) == []
+    batch["batch_num_images"] = torch.tensor([1, 2])
+    with pytest.raises(ValueError, match="must have as many placeholders as whole images have features"):
+        trained(model, batch, "cpu:2", 3)
+
+
 @pytest.mark.later
 @pytest.mark.parametrize("trained_part", ["visual", "language_model"])
 def test_towers_and_language_models_may_be_frozen(trained_part):

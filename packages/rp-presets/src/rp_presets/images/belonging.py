@@ -21,6 +21,7 @@ class Images:
     `measure`: how many features each image has. `grid`: the argument with a row for each image whose product is
     how many entries it has in arguments that hold patches of all images in one tensor; empty if none do. `dims`:
     along which dimension these lie, if not the first; there a patch may have several entries, its pixels.
+    `counts`: the argument that tells how many images each sample has, or each that has some; empty if none does.
 
     >>> import torch
     >>> from rp_presets.images.measures import Alike
@@ -35,6 +36,7 @@ class Images:
     measure: Measure
     grid: str
     dims: Mapping[str, int] = field(default_factory=dict[str, int])
+    counts: str = ""
 
     def entries(self, arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return how many entries of each argument that holds images each sample has.
@@ -59,6 +61,9 @@ class Images:
         owned = _owned(wanted, _scaled(self.measure.weights(given), sum(wanted)))
         found: dict[str, tuple[int, ...]] = {}
         for name in given:
+            if name == self.counts:
+                found[name] = _counted(name, given[name], owned)
+                continue
             lengths = self._lengths(name, given, owned[-1].stop)
             found[name] = tuple(sum(lengths[image] for image in own) for own in owned)
         return found
@@ -243,6 +248,19 @@ def _owned(wanted: Sequence[int], features: Sequence[int]) -> list[range]:
             )
         found.append(range(first, image))
     return found
+
+
+def _counted(name: str, counts: Tensor, owned: Sequence[range]) -> tuple[int, ...]:
+    """Return how many entries each sample has in counts of images, which may leave out samples without any."""
+    some = [own for own in owned if own]
+    told = cast("list[int]", counts.tolist())  # pyright: ignore[reportUnknownMemberType]
+    for samples in (owned, some):
+        if told == [*map(len, samples)]:
+            return tuple(1 if len(samples) == len(owned) else len(own[:1]) for own in owned)
+    raise ValueError(
+        f"{name} must say how many images each sample has, {_brief([*map(len, owned)])} by their placeholders, "
+        f"but is {_brief(told)}"
+    )
 
 
 def _brief(numbers: Sequence[int]) -> str:

@@ -19,6 +19,8 @@ from rp_presets.observing.inputs import usual_tokens
 # The sample of each image.
 OWNERS = (0, 0, 2)
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "img_token_id", "image_patch_id")
+# Of LLaVA-OneVision: one image of a sample is in tiles, several are not.
+_COUNTS = "batch_num_images"
 _OF_VIDEOS = ("video_token_id", "video_token_index")
 # What kinds of tokens are called where a model is told of them.
 _IMAGE, _VIDEO = 1, 2
@@ -139,7 +141,9 @@ def _with_tokens(
         if len(counts) != len(OWNERS) or not all(map(float.is_integer, counts)) or own not in (None, counts):
             continue
         pieces = [[int(one)] for one in counts]
-        yield _example(model, given, token, pieces, Images(tuple(given), token, measure, grid, dims))
+        counted = [name for name in _parameters(model) if name == _COUNTS]
+        belonging = Images((*given, *counted), token, measure, grid, dims, "".join(counted))
+        yield _example(model, given, token, pieces, belonging)
         return
 
 

@@ -101,7 +101,7 @@ def _with_another(example: Example, image: int) -> dict[str, Any]:
     """Return the arguments with other pixels in one image."""
     changed = dict(example.arguments)
     for name in example.images.names:
-        if changed[name].is_floating_point():
+        if name in changed and changed[name].is_floating_point():
             pixels = changed[name] = changed[name].clone()
             place = example.place(name, image)
             pixels[place] = pixels[place] * 0.5 + 0.3
