@@ -18,7 +18,7 @@ from rp_engine.planning.pricing import REPLAY_LAUNCH_MS
 from rp_sched import Launching, LayerCost, PricedPlan, Task, simulated_ms
 from rp_sched.replanning import launch_choice as choices
 from rp_sched.replanning.launch_choice import LaunchChoice, LaunchQuestion, LaunchTimes, launch_times
-from rp_telemetry.call_span import CallSpan
+from rp_telemetry.calls.call_span import CallSpan
 from rp_telemetry.layer_times import YOUNG_CALLS, LayerTimes, ModelTimer
 from test_graphs import (
     LAYERS,

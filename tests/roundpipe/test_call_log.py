@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain import batch, mlp, plans, square_error
 from roundpipe import CallTime, RoundPipe, RoundPipeRunConfig, Runtime
-from rp_engine.planning.call_log import CALLS, CallLog
 from rp_sched import Mode, Plan
-from rp_telemetry.call_span import CallSpan
-from rp_telemetry.call_time import as_table
+from rp_telemetry.calls.call_log import CALLS, CallLog
+from rp_telemetry.calls.call_span import CallSpan
+from rp_telemetry.calls.call_time import as_table
 from rp_telemetry.layer_times import ModelTimer
 
 patient = settings(deadline=None)
 PLAN, OTHER = Plan(fused=range(5)), Plan([range(2)], range(2, 5), [range(2)])
-LOGGER = "rp_engine.planning.call_log"
+LOGGER = "rp_telemetry.calls.call_log"
 
 
 class Planned:

@@ -15,7 +15,7 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from rp_engine.device.memory.call_size import CallSize
 from rp_engine.planning import plan_cache
 from rp_sched import Plan
-from rp_telemetry.call_span import CallSpan
+from rp_telemetry.calls.call_span import CallSpan
 from rp_telemetry.launch_times import Clock, Launches, clock_of_this_thread
 from rp_telemetry.measurements import Rates
 from torch import nn

@@ -7,7 +7,7 @@ What runs models is here; what foresees memory and time is in `rp_engine.estimat
 from rp_errors import count_as_inside
 from rp_sched import LaunchDecision
 from rp_state.options import HostOptions
-from rp_telemetry.call_time import CallTime
+from rp_telemetry.calls.call_time import CallTime
 from rp_telemetry.profiling import profile
 
 from rp_engine.engine.engine import Engine

@@ -1,6 +1,7 @@
 """What whoever wraps modules asks of the engine: hooks, entrances, kinds of storage, and runs beside the calls."""
 
 from rp_recompute.precision import may_use_cudnn
+from rp_recompute.widening import Widening, is_narrow, widened
 from rp_state.frozen.store import FrozenDisk, FrozenStore
 from rp_state.layers import PinMode
 from rp_state.master import unrounded
@@ -17,7 +18,6 @@ from rp_engine.execution.call import View
 from rp_engine.execution.losses import check_losses
 from rp_engine.planning.fp8_layers import check_compute, coded_by
 from rp_engine.settings.run_config import Compute
-from rp_engine.widening import Widening, is_narrow, widened
 
 __all__ = [
     "Compute",

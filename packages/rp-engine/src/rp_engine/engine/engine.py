@@ -11,7 +11,7 @@ import rp_batch
 import torch
 from rp_sched import LaunchDecision, LayerCost, Mode, Plan
 from rp_state.options import HostOptions
-from rp_telemetry.call_time import CallTime
+from rp_telemetry.calls.call_time import CallTime
 from rp_telemetry.tracing import in_call
 from torch import nn
 

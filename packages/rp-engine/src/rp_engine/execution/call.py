@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from rp_recompute.randomness import Randomness
+from rp_recompute.widening import Widening
 from rp_sched import Mode, Task
 from rp_state.block import Block
 from rp_state.model_state import ModelState
@@ -22,7 +23,6 @@ from rp_engine.device.memory.weight_cache import NO_WEIGHT_CACHE, WeightCache
 from rp_engine.device.packet import Packet
 from rp_engine.execution.losses import LossesSeen
 from rp_engine.settings.run_config import Grain
-from rp_engine.widening import Widening
 
 _NUMBERS = itertools.count()
 LossFn = Callable[[Any, Any], torch.Tensor | Sequence[torch.Tensor]]

@@ -16,7 +16,7 @@ from rp_optim.jobs import Outcome, wait_for_all
 from rp_sched import Task
 from rp_state.block import Block
 from rp_telemetry import tracing
-from rp_telemetry.call_span import CallSpan
+from rp_telemetry.calls.call_span import CallSpan
 from rp_telemetry.layer_times import LayerTimes
 from rp_telemetry.transfer_times import UNTIMED
 from rp_transfer import Ticket, is_out_of_memory

@@ -13,7 +13,8 @@ from functools import partial
 import rp_sched
 from rp_sched import Launching, LayerCost, Limits, Mode, Plan, Task, counts_of, fastest_count
 from rp_state.model_state import ModelState
-from rp_telemetry.call_span import CallSpan
+from rp_telemetry.calls.call_log import CallLog
+from rp_telemetry.calls.call_span import CallSpan
 from rp_telemetry.launch_times import Launches
 from rp_telemetry.layer_times import LayerTimes, ModelTimer
 
@@ -21,7 +22,6 @@ from rp_engine.device.memory.call_size import CallSize
 from rp_engine.device.memory.graph_store import GraphWork
 from rp_engine.device.memory.weight_cache import WeightCache
 from rp_engine.planning.adaptive import PlanInUse
-from rp_engine.planning.call_log import CallLog
 from rp_engine.planning.footprint import Footprint, resident_bytes
 from rp_engine.planning.guesses import at_most, guessed_cost, in_real_time, may_write, slowest_gb_s
 from rp_engine.planning.plan_cache import NO_PLAN_CACHE, PlanCache

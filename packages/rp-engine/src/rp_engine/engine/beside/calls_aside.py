@@ -9,6 +9,7 @@ from typing import Any
 
 import rp_batch
 import torch
+from rp_recompute.widening import Widening
 from rp_telemetry.tracing import in_call
 
 from rp_engine.device.memory.weight_cache import NO_WEIGHT_CACHE, WeightCache, keeping
@@ -20,7 +21,6 @@ from rp_engine.execution.packed_data import Arrivals
 from rp_engine.runtime.launcher import wait_until
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.settings.run_config import RoundPipeRunConfig
-from rp_engine.widening import Widening
 
 
 class CallsAside:

@@ -15,6 +15,7 @@ from rp_recompute.copies import copied
 from rp_recompute.examination import Subject, examined
 from rp_recompute.precision import least_precise
 from rp_recompute.randomness import RngConsumer, unseeded
+from rp_recompute.widening import Widening
 from rp_sched import Task
 from rp_telemetry.layer_times import LayerTimes
 from rp_telemetry.tracing import NOTHING
@@ -35,7 +36,6 @@ from rp_engine.execution.shortage.task_slots import TaskSlots
 from rp_engine.execution.stage.activity import TaskActivity
 from rp_engine.execution.stage.layer_facts import LayerFacts, wants_examination
 from rp_engine.execution.stage.task_context import TaskContext
-from rp_engine.widening import Widening
 
 _FORWARD = "in {0}, forward, microbatch {1}"
 _COMPARISON = "in {0}, recomputation to compare with forward, microbatch {1}"

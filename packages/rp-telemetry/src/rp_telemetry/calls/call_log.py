@@ -11,12 +11,11 @@ from dataclasses import replace
 from statistics import median
 from typing import Protocol
 
-from rp_sched import LaunchDecision, LayerCost, Mode, Plan, PricedPlan, simulated_ms
-from rp_telemetry.call_span import CallSpan
-from rp_telemetry.call_time import CallTime, IdleBecause
-from rp_telemetry.layer_times import ModelTimer
+from rp_sched import LaunchDecision, LayerCost, Limits, Mode, Plan, PricedPlan, simulated_ms
 
-from rp_engine.planning.pricing import Pricing
+from rp_telemetry.calls.call_span import CallSpan
+from rp_telemetry.calls.call_time import CallTime, IdleBecause
+from rp_telemetry.layer_times import ModelTimer
 
 _LOG = logging.getLogger(__name__)
 # The number of latest calls whose median is taken.
@@ -27,6 +26,27 @@ _NEWS = 0.1
 _LAUNCHED = 64
 
 Guesses = Callable[[], Sequence[LayerCost]]
+
+
+class Prices(Protocol):
+    """What plans are priced with: rp-engine's `Pricing`."""
+
+    @property
+    def devices(self) -> int:
+        """How many devices run calls."""
+        ...
+
+    def network_ms(self, plan: Plan) -> float | None:
+        """How long gradients take over the network; None on one machine."""
+        ...
+
+    def limits(self, guesses: Sequence[LayerCost], /) -> Limits:
+        """The limits of plans for layers of these costs."""
+        ...
+
+    def priced(self, timer: ModelTimer, limits: Limits, /) -> Limits:
+        """The same with what was measured."""
+        ...
 
 
 class InUse(Protocol):
@@ -119,7 +139,7 @@ class CallLog:
     `launch_of`: how calls of a mode and number of microbatches are launched.
     """
 
-    def __init__(self, pricing: Pricing, launch_of: Callable[[Mode, int], LaunchDecision | None]) -> None:
+    def __init__(self, pricing: Prices, launch_of: Callable[[Mode, int], LaunchDecision | None]) -> None:
         self._pricing = pricing
         self._launch_of = launch_of
         self._plans: dict[tuple[Mode, int], _UnderPlan] = {}

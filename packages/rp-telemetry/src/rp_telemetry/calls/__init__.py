@@ -1,0 +1,1 @@
+"""Calls that are over or under way: their times, and what plans promised of these."""
