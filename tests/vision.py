@@ -34,23 +34,26 @@ MARKS = {
     "gemma3": "<start_of_image>",
     "llava": "<image>",
     "glm4v": "<|begin_of_image|><|image|><|end_of_image|>",
+    "llava-onevision": "<image>",
 }
 # The same of a video.
 FILM_MARKS = {
     "qwen3-vl": "<|vision_start|><|video_pad|><|vision_end|>",
     "glm4v": "<|begin_of_video|><|video|><|end_of_video|>",
+    "llava-onevision": "<video>",
 }
 _PLACEHOLDERS = {
     "glm4v": "<|image|>",
     "qwen3-vl": "<|image_pad|>",
     "gemma3": "<image_soft_token>",
     "llava": "<image>",
+    "llava-onevision": "<image>",
 }
 _SPECIAL = ["<|end|>", "<|im_start|>", "<|im_end|>", "<pad>"]
 _SPECIAL += ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 _SPECIAL += ["<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>"]
 _SPECIAL += ["<|begin_of_video|>", "<|end_of_video|>"]
-_SPECIAL += ["<start_of_image>", "<end_of_image>", "<image_soft_token>", "<image>"]
+_SPECIAL += ["<start_of_image>", "<end_of_image>", "<image_soft_token>", "<image>", "<video>"]
 
 
 def placeholder(family: str) -> int:
@@ -112,6 +115,15 @@ def processor(family: str) -> Any:
         sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "size": area}
         images, videos = hf.Glm4vImageProcessor(**sizes), hf.Glm4vVideoProcessor(**sizes)
         return hf.Glm4vProcessor(images, made, videos, chat_template=chat)
+    if family == "llava-onevision":
+        return hf.LlavaOnevisionProcessor(
+            hf.LlavaOnevisionImageProcessor(size=square, image_grid_pinpoints=[[8, 8], [8, 16]]),
+            made,
+            hf.LlavaOnevisionVideoProcessor(size=square),
+            num_image_tokens=4,
+            vision_feature_select_strategy="full",
+            chat_template=chat,
+        )
     if family == "gemma3":
         return hf.Gemma3Processor(
             hf.Gemma3ImageProcessor(size=square), made, chat_template=chat, image_seq_length=4
@@ -155,6 +167,15 @@ def config(family: str) -> Any:
             },
             image_token_id=token,
             video_token_id=_SPECIAL.index("<|video|>"),
+        )
+    if family == "llava-onevision":
+        return hf.LlavaOnevisionConfig(
+            text_config={"model_type": "llama", **_TEXT},
+            vision_config={"model_type": "siglip_vision_model", **_TOWER, "vision_use_head": False},
+            image_token_index=token,
+            video_token_index=_SPECIAL.index("<video>"),
+            image_grid_pinpoints=[[8, 8], [8, 16]],
+            vision_feature_layer=-1,
         )
     if family == "gemma3":
         return hf.Gemma3Config(

@@ -172,19 +172,34 @@ def test_prepared_videos_train_alike_are_evaluated_and_prompts_with_videos_compl
     assert [line["completion"] for line in map(json.loads, completed.read_text().splitlines())] == [wanted]
 
 
-def test_videos_of_other_numbers_of_frames_are_refused_where_a_batch_is_one_tensor():
-    import transformers as hf
+@pytest.mark.later
+def test_videos_of_llava_train_beside_several_images(tmp_path):
+    made, own = vision.make_model(tmp_path / "model", "llava-onevision"), frames(0, 6)
+    for number, picture in enumerate(own):
+        picture.save(tmp_path / f"{number}.png")
+    shown = [
+        {"videos": [["0.png", "1.png"]], "image": "2.png"},
+        {"images": ["2.png", "3.png"]},
+        {"videos": [["2.png", "3.png"], ["4.png", "5.png"]]},
+        {},
+    ]
+    asked = {"role": "user", "content": "what is it?"}
+    records = [{"messages": [asked, said(number)], **one} for number, one in enumerate(shown)]
+    plain: Plain = {
+        0: ("<video><image>", [own[2]], [(own[:2], 2.0)]),
+        1: ("<image><image>", own[2:4], []),
+        2: ("<video><video>", [], [(own[2:4], 2.0), (own[4:], 2.0)]),
+        3: ("", [], []),
+    }
 
-    square = {"height": 8, "width": 8}
-    sight = Sight(
-        hf.LlavaOnevisionProcessor(
-            hf.LlavaOnevisionImageProcessor(size=square, image_grid_pinpoints=[[8, 8]]),
-            vision.tokenizer("llava"),
-            hf.LlavaOnevisionVideoProcessor(size=square),
-            num_image_tokens=4,
-            vision_feature_select_strategy="full",
-        )
-    )
+    assert trained(made, finetuning.json_lines(tmp_path / "data.jsonl", records), "--batch", "4") == 0
+
+    losses = [line["loss"] for line in finetuning.lines(tmp_path / "run")]
+    assert losses == pytest.approx(plain_losses(made, plain), rel=1e-5)
+
+
+def test_videos_of_other_numbers_of_frames_are_refused_where_a_batch_is_one_tensor():
+    sight = Sight(vision.processor("llava-onevision"))
     four, three = (Film(tuple(frames(0, count)), 2.0) for count in (4, 3))
 
     assert sight.expanded("a:1", "one <video>two", [four]).end > 4
