@@ -11,9 +11,14 @@ import roundpipe
 import torch
 from plain import batch, mlp, plans, square_error
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
+from rp_engine.device.memory.call_size import CallSize
 from rp_engine.device.memory.weights_ahead import WeightsAhead
+from rp_engine.runtime.tickets import taking_tickets
 from rp_sched import Plan
 from rp_state.block import Block
+from rp_telemetry.tracing import SILENT
+from rp_transfer import MemoryUse
+from rp_transfer.cpu.backend import CpuDevice
 from torch import nn
 
 MICROBATCHES = 4
@@ -180,6 +185,42 @@ def test_a_step_that_fails_keeps_no_turn(is_async: bool) -> None:
 def test_devices_without_memory_of_their_own_have_no_room() -> None:
     with Runtime("cpu:1") as runtime:
         assert not WeightsAhead(runtime.lanes[0])._has_room(0)
+
+
+def test_their_own_part_of_a_peak_takes_no_room_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    peak = [10]
+
+    def memory(self: CpuDevice) -> MemoryUse:
+        return MemoryUse(self.name, 10, peak[0], 1000)
+
+    monkeypatch.setattr(CpuDevice, "memory", memory)
+    monkeypatch.setattr(CpuDevice, "obtainable_bytes", lambda _: 1000)
+    with Runtime("cpu:1") as runtime:
+        lane, blocks = runtime.lanes[0], wrapped(runtime, mlp()).engine.host.state.blocks
+        ahead, nbytes = WeightsAhead(lane), sum(block.nbytes for block in blocks)
+        assert ahead._has_room(910)
+        assert not ahead._has_room(911)
+        with taking_tickets() as take:
+            ahead.expect(blocks, 0, take, SILENT)
+        # Measured calls have a peak of their own.
+        assert lane.has_raised_peak
+        peak[0] += nbytes
+        assert ahead._has_room(910)
+        peak[0] += 1
+        assert not ahead._has_room(910)
+        ahead.clear()
+
+
+def test_a_measured_call_has_a_peak_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset: list[str] = []
+    monkeypatch.setattr(CpuDevice, "reset_peak_memory", lambda self: reset.append(self.name))
+    x, _ = batch(8)
+    with Runtime("cpu:2") as runtime:
+        model = wrapped(runtime, mlp(), "planned")
+        runtime.lanes[1].has_raised_peak = True
+        model.engine.planner.watch(RoundPipeRunConfig(), "fused", CallSize.of([[x]]), ())
+        assert reset == ["cpu:1"]
+        assert not runtime.lanes[1].has_raised_peak
 
 
 def test_a_model_that_is_gone_leaves_nothing() -> None:

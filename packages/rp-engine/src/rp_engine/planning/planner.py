@@ -104,6 +104,7 @@ class Planner:
         is_given = not config.is_planned and self._on_host and not self._sees_memory
         if not timer.watches_next() or (is_given and not timer.VERBOSE):
             return None
+        self._forget_raised_peaks()
         replayed = frozenset[int]() if timer.is_young() else self.launching.layers_of_call(mode, size.microbatches)
         # A CPU device computes on the thread that launches, so launching cannot be measured separately.
         launches = None if self._on_host or replayed else Launches()
@@ -154,6 +155,13 @@ class Planner:
 
     def _graph_bytes(self, times: LayerTimes) -> int:
         return self.footprint.graph_bytes(self._costs(times), times.rows, times.graphed)
+
+    def _forget_raised_peaks(self) -> None:
+        """Have the peak of a measured call be its own, without weights that travelled ahead of others."""
+        for lane in self._runtime.lanes:
+            if lane.has_raised_peak:
+                lane.has_raised_peak = False
+                lane.device.reset_peak_memory()
 
     def _peak_bytes(self) -> int:
         return max(use.peak_bytes for use in self._runtime.memory())

@@ -49,6 +49,8 @@ class Lane:
         self.retainer = Retainer()
         # Each frees memory that calls do without, on this lane's thread.
         self.reserves: list[Callable[[], None]] = []
+        # Whether the device's peak may have been reached by more than calls take.
+        self.has_raised_peak = False
         self.inbox = Porter(backend, device, device.weights_in, num_threads, _FILLED_BYTES)
         self.outbox = Porter(backend, device, device.gradients_out, num_threads, _ADDED_BYTES)
         self._waiting: deque[Job] = deque()

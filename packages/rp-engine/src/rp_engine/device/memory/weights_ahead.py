@@ -62,6 +62,8 @@ class WeightsAhead(NoWeightCache):
         self._expected: dict[Block, _Expected] = {}
         self._begun: dict[Block, _Begun] = {}
         self._version = -1
+        # The largest peak without these weights, by what is known, and how many bytes may be in the present one.
+        self._other_bytes = self._sent_bytes = 0
         clear = partial(_clear, weakref.ref(self))
         lane.reserves.append(clear)
         weakref.finalize(self, lane.reserves.remove, clear)
@@ -79,6 +81,7 @@ class WeightsAhead(NoWeightCache):
         found = {block: _Expected(take(block.turns, write=False), version, tracer) for block in wanted}
         with self._lock:
             self._expected = found
+        self._sent_bytes, self._lane.has_raised_peak = sum(block.nbytes for block in wanted), True
 
     def send(self, block: Block) -> None:
         """Have a block travel if it is expected and its turn has come."""
@@ -104,7 +107,8 @@ class WeightsAhead(NoWeightCache):
     def _has_room(self, nbytes: int) -> bool:
         use, device = self._lane.device.memory(), self._lane.device
         # The task that runs may reach its peak again, and the next one finds its weights here.
-        return use.is_complete and use.peak_bytes + nbytes <= _USABLE * device.obtainable_bytes()
+        self._other_bytes = max(self._other_bytes, use.peak_bytes - self._sent_bytes)
+        return use.is_complete and self._other_bytes + nbytes <= _USABLE * device.obtainable_bytes()
 
     def begin(self, call: int, version: int) -> None:
         """Begin a call that reads weights of this version."""
