@@ -162,6 +162,20 @@ def test_memory_that_is_short_takes_theirs(found: list[Block]) -> None:
 
 
 @pytest.mark.usefixtures("found")
+def test_none_are_left_when_all_work_is_waited_for() -> None:
+    sent: list[bool] = []
+
+    def between(_: int, __: nn.Sequential, model: RoundPipe) -> None:
+        stores = [free.args[0]() for lane in model.runtime.lanes for free in lane.reserves]
+        sent.append(any(store._begun for store in stores))
+        model.synchronize()
+        assert not any(store._begun or store._expected for store in stores)
+
+    trained(mlp(), is_async=False, between=between)
+    assert any(sent)
+
+
+@pytest.mark.usefixtures("found")
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_step_that_fails_keeps_no_turn(is_async: bool) -> None:
     def fails() -> None:

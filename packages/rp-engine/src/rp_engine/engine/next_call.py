@@ -14,6 +14,7 @@ from rp_engine.device.memory.graph_store import GraphWork
 from rp_engine.device.memory.weights_ahead import WeightsAhead
 from rp_engine.execution.call import Call
 from rp_engine.runtime.lane import Lane
+from rp_engine.runtime.launcher import wait_until
 from rp_engine.runtime.tickets import Take
 
 
@@ -58,9 +59,10 @@ class NextCall(Publications):
             store.expect_no_more()
 
     def clear(self) -> None:
-        """Free what has travelled for no call."""
-        for store in self.stores:
-            store.clear()
+        """Free what has travelled for no call, and wait for that."""
+        for freed in [store.clear() for store in self.stores]:
+            if freed is not None:
+                wait_until(freed.wait)
 
 
 def _read_by(task: Task, layers: Sequence[LayerState]) -> list[Block]:

@@ -309,6 +309,10 @@ class Runs(Observer):
 
         return frozenset(one.index for one in state.layers if one.index not in refused and may(one))
 
+    def note_idle(self) -> None:
+        """Leave the devices' memory to others."""
+        self._next_call.clear()
+
     def note_altered(self) -> None:
         """Replace the device copies of the layers."""
         self._twins = self._new_twins()

@@ -38,6 +38,9 @@ class Observer:
     def note_stepping(self, take: Take) -> None:
         """A step is launched: `take` takes turns after its own."""
 
+    def note_idle(self) -> None:
+        """The caller waits for all work: it may be the last."""
+
     def note_altered(self) -> None:
         """Plain attributes of the layers have changed."""
 
@@ -194,6 +197,7 @@ class HostParameters:
     def show_gradients(self) -> None:
         """Wait for all gradients, then set ``.grad`` on every trainable parameter."""
         self._settle()
+        self._observer.note_idle()
         # Runs may have ended only now: raise their errors, and drop the references to them and their memory.
         self.raise_late_errors()
         self.gradients.show()
