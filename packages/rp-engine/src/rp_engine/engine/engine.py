@@ -23,7 +23,7 @@ from rp_engine.engine.runs import Runs, warn_of_shortages
 from rp_engine.engine.shared_results import SharedResults, refuse_divided, refuse_in_parts
 from rp_engine.engine.step_during import NO_STEP, NoStep
 from rp_engine.errors import RoundPipeError
-from rp_engine.execution.autograd import Gradients, connect
+from rp_engine.execution.autograd import Gradients, TrainedWeights, connect
 from rp_engine.execution.batch import Batch
 from rp_engine.execution.call import LossFn, Streams
 from rp_engine.execution.losses import Losses
@@ -171,7 +171,8 @@ class Engine:
             launch = partial(self._backward, run, own, config, outputs, grads, streams, version, shared)
             return self._runtime.launch(partial(shared.end, number, launch))
 
-        return self._returned(connect(outputs, batch.inputs, run_backward), outputs, batch, config)
+        weights = TrainedWeights(self._name, self.host.state.trainable_tensors())
+        return self._returned(connect(outputs, batch.inputs, run_backward, weights), outputs, batch, config)
 
     def _forward(
         self, batch: Batch, config: RoundPipeRunConfig, *, wants_grad: bool, shared: CallShare
