@@ -13,6 +13,7 @@ from rp_optim.jobs import Outcome
 from rp_optim.masters import own_grad
 from rp_optim.worker import wait_for_steps
 from rp_state.block import Block
+from rp_state.gradient_warnings import warn_of_unfrozen
 from rp_state.master import refuse_part
 from rp_state.model_state import ModelState
 from rp_telemetry.tracing import in_call
@@ -29,7 +30,7 @@ from rp_engine.engine.model_read import ModelBetweenSteps, run_model_read
 from rp_engine.engine.restoring import Restoring
 from rp_engine.errors import RoundPipeError
 from rp_engine.optimizer.model_step import ModelStep
-from rp_engine.optimizer.optimizer_watch import OptimizerWatch, described, warn_of_unfrozen, watch_optimizers
+from rp_engine.optimizer.optimizer_watch import OptimizerWatch, described, watch_optimizers
 from rp_engine.optimizer.steps import note_torn_weights, run_step
 from rp_engine.peers.step import SharedStep
 from rp_engine.runtime.launcher import wait_until

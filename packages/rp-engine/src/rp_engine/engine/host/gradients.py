@@ -9,10 +9,10 @@ from rp_optim.masters import own_grad
 from rp_sched import Task
 from rp_state.block import Block
 from rp_state.grad_attribute.exposure import Exposure
+from rp_state.gradient_warnings import tell_absent
 from rp_state.model_state import ModelState
 
 from rp_engine.errors import RoundPipeError
-from rp_engine.optimizer.optimizer_watch import tell_absent
 from rp_engine.peers.peers import SharedModel
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.runtime.tickets import own_turn

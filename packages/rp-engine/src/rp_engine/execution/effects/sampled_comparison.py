@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from rp_recompute.bits import names_of
 from rp_recompute.sketch import sketch
 
 from rp_engine.device.activations import Origins, PacketCopier
 from rp_engine.device.packet import Slot
-from rp_engine.device.twins.bits import names_of
 from rp_engine.device.twins.content import WRITTEN
 from rp_engine.errors import ImpureLayer
 from rp_engine.execution.call import Call, Recomputed, Rewritten

@@ -11,6 +11,7 @@ from typing import Any, cast
 import rp_batch
 import torch
 from rp_recompute.attributes import ModuleCopy, attributes_of, changes
+from rp_recompute.bits import names_of, sums_of_bits
 from rp_recompute.copies import copied
 from rp_recompute.examination import Subject, examined
 from rp_recompute.precision import least_precise
@@ -23,7 +24,6 @@ from rp_telemetry.tracing import NOTHING
 from rp_engine.context import RecomputeCtx
 from rp_engine.device.activations import PacketCopier, enter
 from rp_engine.device.saved_data import Data, SavedData
-from rp_engine.device.twins.bits import names_of, sums_of_bits
 from rp_engine.device.twins.content import WRITTEN
 from rp_engine.device.weights import Weights
 from rp_engine.errors import ImpureLayer
