@@ -13,9 +13,9 @@ from rp_optim.jobs import Outcome
 from rp_optim.masters import own_grad
 from rp_optim.worker import wait_for_steps
 from rp_state.block import Block
-from rp_state.gradient_warnings import warn_of_unfrozen
 from rp_state.master import refuse_part
 from rp_state.model_state import ModelState
+from rp_state.telling.gradients import warn_of_unfrozen
 from rp_telemetry.tracing import in_call
 from rp_transfer import Ticket
 from torch import nn

@@ -10,8 +10,8 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 from rp_sched import Host
-from rp_state.gradient_warnings import tell_reuse
 from rp_state.master import note_optimizer, stepping
+from rp_state.telling.gradients import tell_reuse
 from rp_telemetry.measurements import Measurements
 from rp_telemetry.tracing import OPTIMIZER, SILENT, Tracer
 

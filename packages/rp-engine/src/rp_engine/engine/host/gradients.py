@@ -9,8 +9,8 @@ from rp_optim.masters import own_grad
 from rp_sched import Task
 from rp_state.block import Block
 from rp_state.grad_attribute.exposure import Exposure
-from rp_state.gradient_warnings import tell_absent
 from rp_state.model_state import ModelState
+from rp_state.telling.gradients import tell_absent
 
 from rp_engine.errors import RoundPipeError
 from rp_engine.peers.peers import SharedModel

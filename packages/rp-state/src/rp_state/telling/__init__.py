@@ -1,0 +1,1 @@
+"""What users are told of a model on the host."""
