@@ -22,6 +22,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 PROMPTS = torch.tensor([[3, 4, 5, 6], [0, 0, 7, 8], [9, 3, 5, 4]])
@@ -359,3 +361,30 @@ def test_a_learned_prompt_is_refused(llama: LlamaForCausalLM, runtime: Runtime, 
 
     with pytest.raises(ValueError, match="PromptTuningConfig learns a prompt, which PEFT puts before the input"):
         generated(wrap_model_to_roundpipe(model, runtime=runtime))
+
+
+def test_adapters_of_a_call_are_refused_before_it_begins(
+    llama: LlamaForCausalLM, runtime: Runtime, peft: Any
+) -> None:
+    model = peft.get_peft_model(copy.deepcopy(llama), peft.LoraConfig(r=4, target_modules=["q_proj"])).eval()
+    wrapped: Any = wrap_model_to_roundpipe(model, runtime=runtime)
+
+    with pytest.raises(ValueError, match=r"adapter_names must not be given, .* use_sequential_preset=False"):
+        generated(wrapped, adapter_names=["default"] * len(PROMPTS))
+
+
+def test_an_encoder_with_a_decoder_is_refused_with_what_to_do(runtime: Runtime) -> None:
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+    config = T5Config(vocab_size=40, **sizes, decoder_start_token_id=0)
+    wrapped: Any = wrap_model_to_roundpipe(T5ForConditionalGeneration(config).eval(), runtime=runtime)
+
+    with pytest.raises(ValueError, match=r"is an encoder with a decoder: .* original_model\.generate"):
+        generated(wrapped)
+
+    optimizer = AdamW(wrapped.optim_parameters(), lr=0.1)
+    wrapped.forward_backward(input_kwargs={"input_ids": PROMPTS, "labels": PROMPTS})
+    wrapped.step(lambda: optimizer.step())
+    wrapped.synchronize()
+    plain: Any = T5ForConditionalGeneration(config).eval()
+    plain.load_state_dict(wrapped.state_dict())
+    assert torch.equal(generated(wrapped.original_model), generated(plain))

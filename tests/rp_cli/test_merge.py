@@ -12,11 +12,11 @@ from typing import Any
 import peft
 import pytest
 import torch
-from finetuning import json_lines, make_model, texts
+from finetuning import CHATML, json_lines, make_model, texts
 from merging_memory import __file__ as memory_script
 from peft import LoraConfig, PeftModel, get_peft_model
 from rp_cli.main import main
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
 Q = ["q_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -137,6 +137,32 @@ def test_tied_weights_that_an_adapter_makes_differ_are_written_both(tmp_path: Pa
     torch.testing.assert_close(found(IDS).logits, adapted(base, adapter)(IDS).logits, rtol=0, atol=1e-6)
     assert not found.config.tie_word_embeddings
     assert torch.equal(found.lm_head.weight, loaded(base).lm_head.weight)
+
+
+@pytest.mark.parametrize("command", ["merge", "export"])
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [(CHATML, "text ends at <|im_end|> ("), ("{% oops", "ends of replies are unknown"), (None, "")],
+)
+def test_text_of_a_written_model_ends_where_its_template_ends_replies(
+    tmp_path: Path, command: str, template: str | None, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = make_model(tmp_path / "base", template=template)
+    model = loaded(base)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 0, 7
+    model.save_pretrained(base)
+    get_peft_model(model, KINDS["lora"][1]()).save_pretrained(tmp_path / "adapter")
+    output = tmp_path / "made"
+
+    asked = [command, str(tmp_path / "adapter"), "--base", str(base), "--output", str(output)]
+    assert main(asked) == 0
+
+    config = GenerationConfig.from_pretrained(output)
+    end = AutoTokenizer.from_pretrained(output).convert_tokens_to_ids("<|im_end|>")
+    assert (config.eos_token_id, config.pad_token_id) == ([0, end] if template == CHATML else 0, 7)
+    said = capsys.readouterr().out
+    assert told in said
+    assert ("generation_config.json" in said) == bool(template)
 
 
 def test_other_ties_stay(tmp_path: Path) -> None:

@@ -122,12 +122,13 @@ def test_tokens_are_chosen_as_the_models_config_says(model: Path, tmp_path: Path
     asked = ["--prompts", str(prompts), "--max-tokens", str(TOKENS)]
 
     found = []
-    for name, more in (("greedy", ["--greedy"]), ("said", []), ("hot", ["--temperature", "9"])):
+    ways = {"greedy": ["--greedy"], "cold": ["--temperature", "0", "--top-p", "0.9"], "said": []}
+    for name, more in {**ways, "hot": ["--temperature", "9"]}.items():
         output = tmp_path / f"{name}.jsonl"
         assert main(["generate", str(tmp_path / "model"), *asked, "--output", str(output), *more]) == 0
         found.append(completions(output))
 
-    assert found[0] == found[1] != found[2]
+    assert found[0] == found[1] == found[2] != found[3]
 
 
 def test_conversations_have_what_those_of_data_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from rp_export.card import CardContent, write_card
 from rp_export.folder import check_output, made_whole
 from rp_export.formats import gguf, mlx
 from rp_export.whole import Whole, write_whole
+from rp_export.writing import TextEnds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +60,17 @@ class Exported:
 
 
 def merge(
-    source: Source, output: Path, *, unrounded: bool = False, options: Mapping[str, Any] | None = None
+    source: Source,
+    output: Path,
+    *,
+    unrounded: bool = False,
+    options: Mapping[str, Any] | None = None,
+    ends: TextEnds | None = None,
 ) -> Whole:
     """Merge the adapter of a source into its model, and write that to a new folder, which transformers loads.
 
     One weight at a time is in memory, beside the adapter. `unrounded`: of a run with packed weights, merge into
-    those of the model's files. `options`: of the run, for the card, see `CardContent`.
+    those of the model's files. `options`: of the run, for the card, see `CardContent`. `ends`: see `write_whole`.
 
     Raises `Refused` for what cannot be merged, `Unwritable` for what cannot be written.
     """
@@ -72,7 +78,7 @@ def merge(
     if source.adapter is None:
         raise Refused(f"{source.model} is a whole model, so there is nothing to merge")
     with made_whole(output) as folder:
-        whole = write_whole(folder, source, is_rounded=not unrounded)
+        whole = write_whole(folder, source, is_rounded=not unrounded, ends=ends)
         write_card(folder, CardContent("merged", source, whole, options or {}))
     return whole
 
@@ -83,8 +89,11 @@ def export(
     settings: ExportSettings | None = None,
     *,
     options: Mapping[str, Any] | None = None,
+    ends: TextEnds | None = None,
 ) -> Exported:
     """Write the model of a source, with its adapter merged, to a new folder; `options`: of the run, for the card.
+
+    `ends`: see `write_whole`.
 
     Raises `Refused` for what cannot be exported, `Unwritable` for what cannot be written, or has other values.
     """
@@ -94,7 +103,7 @@ def export(
     if settings.adapter_only:
         _check_adapter(source)
     with made_whole(output) as folder:
-        done = _written(folder, source, settings, checkout)
+        done = _written(folder, source, settings, checkout, ends)
         write_card(folder, CardContent("exported", source, done.whole, options or {}))
     return done
 
@@ -105,7 +114,9 @@ def _check_adapter(source: Source) -> None:
     gguf.check_simple(source.adapter)
 
 
-def _written(folder: Path, source: Source, settings: ExportSettings, checkout: Path | None) -> Exported:
+def _written(
+    folder: Path, source: Source, settings: ExportSettings, checkout: Path | None, ends: TextEnds | None
+) -> Exported:
     if settings.adapter_only and checkout is not None and source.adapter is not None:
         file, kind = folder / "adapter.gguf", settings.type
         return Exported(
@@ -114,11 +125,11 @@ def _written(folder: Path, source: Source, settings: ExportSettings, checkout: P
             )
         )
     if settings.format == "safetensors":
-        whole = write_whole(folder, source, is_rounded=not settings.unrounded)
+        whole = write_whole(folder, source, is_rounded=not settings.unrounded, ends=ends)
         return Exported(f"{whole.weights} weights in {' and '.join(whole.dtypes)}", whole)
     # Beside the output, where there is room for it.
     with TemporaryDirectory(dir=folder.parent, prefix=".exporting-") as place:
-        whole = write_whole(Path(place), source, is_rounded=not settings.unrounded)
+        whole = write_whole(Path(place), source, is_rounded=not settings.unrounded, ends=ends)
         return Exported(_converted(Path(place), folder, settings, checkout), whole)
 
 

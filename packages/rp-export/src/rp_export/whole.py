@@ -16,7 +16,7 @@ from rp_strangers.refusing import refusing
 
 from rp_export.adapter import Adapter
 from rp_export.weights import NOT_PACKED, BaseWeights, MergedWeights, Packing
-from rp_export.writing import copy_beside, write_model
+from rp_export.writing import TextEnds, copy_beside, write_ends, write_model
 
 # Of the options of a run: weights that are packed in the files already.
 _STORED = "stored"
@@ -27,7 +27,8 @@ class Whole:
     """What was written. `adapter`: the kind of the adapter, empty for none. `dtypes`: of the weights.
 
     `is_rounded`: whether weights that the run had packed are as it had them. `unused`: what is in the model's
-    files, but not in the model, in words.
+    files, but not in the model, in words. `ends`: tokens that end its text, of which its model's config did not
+    know.
     """
 
     weights: int
@@ -36,12 +37,14 @@ class Whole:
     dtypes: tuple[str, ...]
     is_rounded: bool
     unused: tuple[str, ...] = ()
+    ends: tuple[int, ...] = ()
 
 
-def write_whole(folder: Path, source: Source, *, is_rounded: bool) -> Whole:
+def write_whole(folder: Path, source: Source, *, is_rounded: bool, ends: TextEnds | None = None) -> Whole:
     """Write the model of a source with its adapter, its tokenizer and what else belongs to it.
 
-    `is_rounded`: weights that the run had packed are as it had them.
+    `is_rounded`: weights that the run had packed are as it had them. `ends`: of the tokens that end text by the
+    model's generation config, makes those that do; None: they stay.
 
     Raises `Refused` for what cannot be merged, `OSError` for what cannot be written.
     """
@@ -70,6 +73,7 @@ def write_whole(folder: Path, source: Source, *, is_rounded: bool) -> Whole:
             f"{name} of {source.model}, which a {type(found.model).__name__} does not have"
             for name in found.unused
         ),
+        () if ends is None else write_ends(folder, ends),
     )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from rp_adapters.parts import modules_of
@@ -35,7 +35,11 @@ _OF_TOKENIZER = (
     "chat_template*",
     "additional_chat_templates/*.jinja",
 )
-_OF_MODEL = ("generation_config.json", "*processor_config.json")
+_GENERATION = "generation_config.json"
+_OF_MODEL = (_GENERATION, "*processor_config.json")
+_ENDS = "eos_token_id"
+# Makes, of the tokens that end a model's text by its generation config, those that end it in truth.
+TextEnds: TypeAlias = Callable[[int | Sequence[int] | None], Sequence[int] | None]
 
 
 def write_model(folder: Path, model: nn.Module, weights: MergedWeights, shard_bytes: int = SHARD_BYTES) -> None:
@@ -64,6 +68,20 @@ def copy_beside(folder: Path, model: Path, tokenizer: Path | None) -> None:
     _copy(folder, model, _OF_MODEL)
     if tokenizer is not None:
         _copy(folder, tokenizer, _OF_TOKENIZER)
+
+
+def write_ends(folder: Path, ends: TextEnds) -> tuple[int, ...]:
+    """Let the generation config in a folder end text at these tokens, too; return those that it did not know."""
+    file = folder / _GENERATION
+    if not file.is_file():
+        return ()
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    known: int | list[int] | None = config.get(_ENDS)
+    given = [known] if isinstance(known, int) else known or []
+    new = tuple(one for one in ends(known) or () if one not in given)
+    if new:
+        file.write_text(json.dumps({**config, _ENDS: [*given, *new]}, indent=2) + "\n", encoding="utf-8")
+    return new
 
 
 def _copy(folder: Path, place: Path, patterns: Sequence[str]) -> None:

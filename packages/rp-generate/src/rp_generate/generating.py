@@ -35,13 +35,14 @@ def generated(
 
     Images go to forward as pixels, with the samples whose placeholders they fill.
 
-    Raises what the row raises for images; `ValueError` for a model that makes a cache in forward, for
-    ``assistant_early_exit``, and for a PEFT model that learns prompts, whose `generate` does more than its inner
-    model's.
+    Raises what the row raises for images; `ValueError` for a model that makes a cache in forward, for an encoder
+    with a decoder, for ``assistant_early_exit``, and for a PEFT model that learns prompts, whose `generate` does
+    more than its inner model's.
     """
     moved = rp_batch.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, kwargs)
     given = rp_batch.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, args)
     inner = _inner(model)
+    _refuse_encoder(inner)
     named = _by_name(inner, args) | kwargs
     _refuse_early_exit(inner, named)
     divided = dividing(_setting(inner, named, "num_beams", 1))
@@ -168,6 +169,16 @@ def _setting(model: Any, kwargs: Mapping[str, Any], name: str, default: float) -
 def _by_name(model: Any, args: tuple[Any, ...]) -> dict[str, Any]:
     """The arguments of `generate` that are given by their place, such as its config."""
     return dict(zip(inspect.signature(model.generate).parameters, args, strict=False))
+
+
+def _refuse_encoder(model: Any) -> None:
+    # The loop would run the encoder as a module, on the host, and then wants a forward without it.
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} is an encoder with a decoder: generate runs the encoder once and then the "
+            "decoder alone, but a row of layers runs both; generate on the host, after synchronize(), with "
+            "original_model.generate(...), or wrap with use_sequential_preset=False"
+        )
 
 
 def _refuse_early_exit(model: Any, kwargs: Mapping[str, Any]) -> None:

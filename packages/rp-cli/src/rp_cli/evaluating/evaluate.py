@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from roundpipe import RoundPipe
+from rp_data.chat.tokenizer import checked_tokenizer
 from rp_estimate.meta.meta_model import check_positions
 from rp_reports.terminal import say
 from rp_sources.sources import Source, source_of
@@ -20,7 +21,7 @@ from rp_cli.evaluating.held_out import HeldOut, held_out
 from rp_cli.evaluating.options import EvalOptions
 from rp_cli.finetune.causality import check_causality
 from rp_cli.finetune.forecast import vocabulary_of
-from rp_cli.talking.speaker import checked_tokenizer, model_of
+from rp_cli.talking.speaker import model_of
 
 
 def evaluate(options: EvalOptions) -> None:

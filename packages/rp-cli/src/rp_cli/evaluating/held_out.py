@@ -11,6 +11,7 @@ from typing import Any
 
 from rp_data.batching.batches import Sequences
 from rp_data.batching.collating import collator_of
+from rp_data.chat.tokenizer import loaded_tokenizer
 from rp_data.documents import Documents
 from rp_data.documents import held_out as divided
 from rp_data.images.store import Store
@@ -24,7 +25,6 @@ from rp_cli.evaluating.options import EvalOptions
 from rp_cli.finetune.model import pad_of, placeholders_in
 from rp_cli.finetune.resumed import CLOCK
 from rp_cli.talking.seeing import sight_in
-from rp_cli.talking.speaker import loaded_tokenizer
 
 _SEQUENCE = 2048
 

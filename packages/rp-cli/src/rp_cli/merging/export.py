@@ -12,6 +12,7 @@ from rp_sources.sources import source_of
 from rp_trainer.errors import Refused
 
 from rp_cli.finetune.model import without_bars
+from rp_cli.merging.ends import ReplyEnds
 from rp_cli.merging.merge import push, tell_unused
 from rp_cli.merging.options import ExportOptions
 from rp_cli.merging.recipe import recipe_of
@@ -28,7 +29,10 @@ def export(options: ExportOptions) -> None:
     if options.adapter_only and source.adapter is None:
         raise Refused(f"--adapter-only: {options.run} holds a whole model, and no adapter")
     without_bars()
-    done = rp_export.export(source, options.output, settings, options=recipe_of(source))
+    ends = None if options.adapter_only else ReplyEnds.of(source)
+    done = rp_export.export(source, options.output, settings, options=recipe_of(source), ends=ends)
     tell_unused(done.whole)
     print(f"{options.format} in {options.output}: {done.told}", flush=True)
+    if ends is not None:
+        ends.tell(done.whole)
     push(options)

@@ -10,6 +10,7 @@ from rp_sources.sources import source_of
 from rp_trainer.errors import Refused
 
 from rp_cli.finetune.model import without_bars
+from rp_cli.merging.ends import ReplyEnds
 from rp_cli.merging.options import MergeOptions, Merging
 from rp_cli.merging.recipe import recipe_of
 
@@ -30,8 +31,12 @@ def merge(options: MergeOptions) -> None:
             "other formats"
         )
     without_bars()
-    whole = rp_export.merge(source, options.output, unrounded=options.unrounded, options=recipe_of(source))
+    ends = ReplyEnds.of(source)
+    whole = rp_export.merge(
+        source, options.output, unrounded=options.unrounded, options=recipe_of(source), ends=ends
+    )
     _tell(options, whole)
+    ends.tell(whole)
     push(options)
 
 

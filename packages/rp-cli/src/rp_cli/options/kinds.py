@@ -97,6 +97,13 @@ def number(least: float, most: float, metavar: str = "") -> Kind:
     return _checked(metavar, float, wanted, lambda number: least <= number <= most, schema)
 
 
+def number_or_zero(least: float, most: float, metavar: str = "") -> Kind:
+    """A number from `least` to `most`, or 0."""
+    schema = {"type": "number", "minimum": 0, "maximum": most}
+    wanted = f"a number from {least:g} to {most:g}, or 0"
+    return _checked(metavar, float, wanted, lambda number: number == 0 or least <= number <= most, schema)
+
+
 def positive(
     metavar: str = "RATE", wanted: str = "a finite number above 0", *, least: float = 0.0, most: float = math.inf
 ) -> Kind:

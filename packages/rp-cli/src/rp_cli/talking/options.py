@@ -9,7 +9,7 @@ from rp_trainer.errors import Refused
 
 from rp_cli.options import shared
 from rp_cli.options.declared import option
-from rp_cli.options.kinds import DEVICES, FLAG, TEXT, number, one_of, path, whole
+from rp_cli.options.kinds import DEVICES, FLAG, TEXT, number, number_or_zero, one_of, path, whole
 from rp_cli.options.sources import SourceOptions
 
 _MOST_TOKENS = shared.MOST_SEQUENCE
@@ -35,7 +35,10 @@ class TalkOptions(ModelOptions):
     max_tokens: int = option("at most so many tokens a reply", whole(1, _MOST_TOKENS), "512")
     greedy: bool = option("take the likeliest token each time", FLAG, False, group=_SAMPLING)
     temperature: float | None = option(
-        "below 1 for likelier tokens", number(1e-3, 100.0, "T"), group=_SAMPLING, excludes="greedy"
+        "below 1 for likelier tokens, 0 for --greedy",
+        number_or_zero(1e-3, 100.0, "T"),
+        group=_SAMPLING,
+        excludes="greedy",
     )
     top_p: float | None = option(
         "of the likeliest tokens that have this probability together",
@@ -46,6 +49,11 @@ class TalkOptions(ModelOptions):
     top_k: int | None = option("of so many", whole(1, 2**20), group=_SAMPLING, excludes="greedy")
     seed: int = option("of the random numbers", whole(0, 2**31 - 1), "0", group=_SAMPLING)
     system: str | None = option("the system's message, with which each conversation begins", TEXT)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken each time, of how many or of which share it may ever be."""
+        return self.greedy or self.temperature == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,17 +14,17 @@ import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained
 from rp_adapters.making import put_on
 from rp_adapters.vocabulary import grown_for
+from rp_data.chat.tokenizer import checked_tokenizer, ends_of_replies, template_of
 from rp_data.chat.turns import ChatTemplate
 from rp_data.images.processor import Sight
 from rp_data.notes import Notes
 from rp_data.samples import Chat
 from rp_estimate.meta.meta_model import config_of
 from rp_estimate.meta.model_class import model_class
-from rp_presets import DamagedFile, UnsupportedModel, check_checkpoint, check_tokenizer, unasked
+from rp_presets import DamagedFile, UnsupportedModel, check_checkpoint, unasked
 from rp_sources.models import called
 from rp_sources.sources import Source, source_of
 from rp_strangers.code import told
-from rp_strangers.limited import Budget, limited
 from rp_strangers.refusing import refusing, refusing_all
 from rp_trainer.errors import Refused
 from rp_trainer.processes import ALONE
@@ -34,15 +34,6 @@ from rp_cli.finetune.devices import chosen, opened
 from rp_cli.finetune.model import without_bars
 from rp_cli.talking.options import ModelOptions, TalkOptions
 from rp_cli.talking.seeing import sight_in
-
-# Letters of several kinds, many of each: some expressions of tokenizers take for ever on them.
-_PROBE = "".join(100 * letters for letters in ("a", " ", "\n", "1", ".", "aB ", "ä", "字", "!?"))
-_CHAT = Chat(
-    "a conversation of some turns",
-    [{"role": ("user", "assistant")[turn % 2], "content": _PROBE if turn else "one"} for turn in range(3)],
-)
-# What they may take, as if they were so much data.
-_TOKENIZER_BYTES, _BYTES_A_LETTER = 2**20, 2**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +92,7 @@ class Speaker:
         if not ids.shape[1]:
             raise Refused("a prompt must have at least one token, but has none")
         if is_form and self.template is not None:
-            ends = self.template.ends(_CHAT, ends)
+            ends = ends_of_replies(self.template, ends)
         with refusing(f"{self.model.name} does not generate: "):
             found = self.model.generate(**given, streamer=streamer, eos_token_id=ends, **self.sampling)
         return self.tokenizer.batch_decode(found[:, ids.shape[1] :], skip_special_tokens=True)
@@ -124,7 +115,7 @@ def speaking(options: TalkOptions, *, with_images: bool = False, notes: Notes | 
         torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
         config = RoundPipeRunConfig(num_microbatch=getattr(options, "microbatches", 1))
         sampling = {**_sampling(options, tokenizer, model), "roundpipe_run_config": config}
-        yield Speaker(model, tokenizer, sampling, _template(tokenizer, notes or Notes()), sight)
+        yield Speaker(model, tokenizer, sampling, template_of(tokenizer, notes or Notes()), sight)
 
 
 @contextmanager
@@ -136,44 +127,6 @@ def model_of(source: Source, options: ModelOptions, *, with_images: bool = False
     devices, dtype = chosen(options.devices, options.dtype)
     with opened(devices, ALONE) as runtime:
         yield _loaded(source, runtime, getattr(torch, dtype), called(options.run), with_images)
-
-
-def checked_tokenizer(source: Source) -> Any:
-    """Load the tokenizer, once it and its template have shown in a limited process that they come to an end."""
-
-    def work(budget: Budget) -> Iterator[bytes]:
-        budget.allow(f"the tokenizer in {source.tokenizer}", _TOKENIZER_BYTES)
-        tokenizer = loaded_tokenizer(source)
-        budget.allow("a conversation of some turns", len(_PROBE) * _BYTES_A_LETTER)
-        template = _template(tokenizer, Notes())
-        tokenizer(_PROBE if template is None else template.prompt(_CHAT))
-        yield b""
-
-    for _ in limited("the tokenizer, or its chat template,", "take another one with --tokenizer", work):
-        pass
-    return loaded_tokenizer(source)
-
-
-def _template(tokenizer: Any, notes: Notes) -> ChatTemplate | None:
-    return ChatTemplate(tokenizer, notes=notes) if getattr(tokenizer, "chat_template", None) else None
-
-
-def loaded_tokenizer(source: Source) -> Any:
-    """Load the tokenizer. Raises `Refused` if it cannot be used."""
-    from transformers import AutoTokenizer
-
-    loader: Any = AutoTokenizer
-    with (
-        refusing_all(f"the tokenizer in {source.tokenizer} cannot be used: ", told),
-        refusing("the tokenizer cannot be used: ", (DamagedFile,)),
-        unasked(),
-    ):
-        check_tokenizer(source.tokenizer)
-        tokenizer = loader.from_pretrained(str(source.tokenizer), local_files_only=True, trust_remote_code=False)
-    if tokenizer.pad_token_id is None:
-        # Nothing attends to it.
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def _loaded(source: Source, runtime: Runtime, dtype: torch.dtype, name: str, with_images: bool) -> RoundPipe:
@@ -203,11 +156,11 @@ def _with_adapter(model: nn.Module, folder: Path) -> nn.Module:
 
 def _sampling(options: TalkOptions, tokenizer: Any, model: RoundPipe) -> dict[str, Any]:
     asked = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
-    chosen_by = {name: value for name, value in asked.items() if value is not None}
+    chosen_by = {name: value for name, value in asked.items() if value is not None and not options.is_greedy}
     return {
         "max_new_tokens": options.max_tokens,
         "pad_token_id": tokenizer.pad_token_id,
-        "do_sample": bool(chosen_by) or not (options.greedy or model.generation_config.do_sample is False),
+        "do_sample": bool(chosen_by) or not (options.is_greedy or model.generation_config.do_sample is False),
         # Also of a model whose config says otherwise, as those that were trained do.
         "use_cache": True,
         **chosen_by,

@@ -217,6 +217,7 @@ class RoundPipe(OnOneEngine):
 
     def _generate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run `generate` of the user's own model on the devices, with the results of all steps so far."""
+        self._refuse_call(kwargs)
         self.synchronize()
         before = self._under_way
         self._own("_under_way", "generate")
