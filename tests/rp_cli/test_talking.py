@@ -172,6 +172,24 @@ def test_a_text_file_has_a_prompt_a_line(model: Path, tmp_path: Path) -> None:
     assert found == plainly(model, [words(1, 4), words(2, 9)])
 
 
+def test_a_prompt_past_the_learned_positions_is_refused_before_it_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model(tmp_path / "model", "gpt2")
+    tokens = len(AutoTokenizer.from_pretrained(model)(words(1, 9))["input_ids"])
+    config = AutoModelForCausalLM.from_pretrained(model).config
+    for room, code in ((TOKENS, 0), (TOKENS - 1, 2)):
+        config.n_positions = tokens + room
+        AutoModelForCausalLM.from_config(config).save_pretrained(model)
+        prompts = json_lines(tmp_path / "prompts.jsonl", [{"prompt": words(1, 9)}, {"prompt": words(2, 2)}])
+
+        assert generate(model, prompts, tmp_path / f"{room}.jsonl") == code
+
+    told = capsys.readouterr().err
+    assert f"a prompt of {tokens} tokens and up to --max-tokens {TOKENS} after it are more than the" in told
+    assert f"the {tokens + TOKENS - 1} positions that model has" in told
+
+
 @pytest.mark.later
 def test_sampling_is_repeated_by_its_seed(model: Path, tmp_path: Path) -> None:
     prompts = json_lines(tmp_path / "prompts.jsonl", PROMPTS)
@@ -401,6 +419,7 @@ def test_a_template_without_an_end_is_refused_before_the_model_is_loaded(
 REFUSALS = [
     (["nowhere"], "RUN must be a folder or a name on the hub such as Qwen/Qwen3-8B, but is 'nowhere'"),
     (["EMPTY"], "must hold a model (config.json), an adapter (adapter_config.json) or a run of `roundpipe train`"),
+    (["OF_A_TRAINER"], "trainer/checkpoint-10 is the last"),
     (["MODEL", "--base", "MODEL"], "--base is the model of an adapter, but"),
     (["MODEL", "--prompts", "none.txt"], "--prompts none.txt cannot be read"),
     (["MODEL", "--prompts", "BAD"], "must have 'prompt', a text, or 'messages' with 'role' and 'content'"),
@@ -427,9 +446,12 @@ def test_what_cannot_be_used_is_refused_in_a_line(
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text("one\n")
+    for step in (2, 10):
+        (tmp_path / "trainer" / f"checkpoint-{step}").mkdir(parents=True)
     places = {
         "MODEL": str(model),
         "EMPTY": str(tmp_path / "empty"),
+        "OF_A_TRAINER": str(tmp_path / "trainer"),
         "TEXT": str(tmp_path / "text.txt"),
         "PROMPTS": str(json_lines(tmp_path / "prompts.jsonl", PROMPTS)),
         "ANSWERED": str(json_lines(tmp_path / "answered.jsonl", chats(1))),

@@ -20,6 +20,7 @@ _MODEL, _ADAPTER, _OPTIONS = "config.json", "adapter_config.json", "options.json
 _WEIGHTS = "adapter_model.safetensors"
 _MOST_BYTES = 2**24
 _STEP = "step-*"
+_OF_TRAINER = "checkpoint-*"
 
 
 class Asked(Protocol):
@@ -100,7 +101,7 @@ def source_of(options: Asked) -> Source:
     if adapter is None and not (folder / _MODEL).is_file():
         raise Refused(
             f"{folder} must hold a model ({_MODEL}), an adapter ({_ADAPTER}) or a run of `roundpipe train`, but "
-            "has none of these"
+            f"has none of these{_instead_of(folder)}"
         )
     if adapter is None and options.base is not None:
         raise Refused(f"--base is the model of an adapter, but {folder} holds a whole model; leave it out")
@@ -110,6 +111,13 @@ def source_of(options: Asked) -> Source:
     if adapter is not None and not options.other_base:
         refuse_other(model, adapter, note_of(adapter))
     return Source(model, adapter, run, tuple(_tokenizers(options, [folder, model], run)))
+
+
+def _instead_of(folder: Path) -> str:
+    """What may be meant in place of a folder: a checkpoint in it, as trainers of Hugging Face write them."""
+    found = [each for each in folder.glob(_OF_TRAINER) if each.name.rpartition("-")[2].isdecimal()]
+    last = max(found, key=lambda each: int(each.name.rpartition("-")[2]), default=None)
+    return "" if last is None else f"; a trainer's checkpoints are in it, of which {last} is the last"
 
 
 def model_in(option: str, path: Path) -> Path:

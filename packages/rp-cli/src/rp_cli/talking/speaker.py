@@ -91,11 +91,21 @@ class Speaker:
         ids, ends = given["input_ids"], self.model.generation_config.eos_token_id
         if not ids.shape[1]:
             raise Refused("a prompt must have at least one token, but has none")
+        self._check_positions(int(given["attention_mask"].sum(1).max()))
         if is_form and self.template is not None:
             ends = ends_of_replies(self.template, ends)
         with refusing(f"{self.model.name} does not generate: "):
             found = self.model.generate(**given, streamer=streamer, eos_token_id=ends, **self.sampling)
         return self.tokenizer.batch_decode(found[:, ids.shape[1] :], skip_special_tokens=True)
+
+    def _check_positions(self, tokens: int) -> None:
+        """Raise `Refused` for a prompt whose reply may pass the last of the positions that a model has learned."""
+        most, reply = _learned_positions(self.model), self.sampling["max_new_tokens"]
+        if most is not None and tokens + reply > most:
+            raise Refused(
+                f"a prompt of {tokens} tokens and up to --max-tokens {reply} after it are more than the {most} "
+                f"positions that {self.model.name} has; give a shorter prompt, or fewer --max-tokens"
+            )
 
 
 @contextmanager
@@ -152,6 +162,15 @@ def _loaded(source: Source, runtime: Runtime, dtype: torch.dtype, name: str, wit
 
 def _with_adapter(model: nn.Module, folder: Path) -> nn.Module:
     return put_on(grown_for(model, folder), folder, f"the adapter in {folder} cannot be put on its model: ")
+
+
+def _learned_positions(model: Any) -> int | None:
+    """Return how many positions have a learned vector each, past which there is none; None: there are no such."""
+    config = model.config.get_text_config()
+    most = getattr(config, "max_position_embeddings", None)
+    sizes = {one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)} - {config.vocab_size}
+    # OPT and those like it have two more than they use.
+    return most if most is not None and not sizes.isdisjoint((most, most + 2)) else None
 
 
 def _sampling(options: TalkOptions, tokenizer: Any, model: RoundPipe) -> dict[str, Any]:
