@@ -75,7 +75,7 @@ class Runs(Observer):
         self._compiler = compiler
         self._twins = self._new_twins()
         self._fp8_layers = self._new_fp8_layers()
-        self._next_call = NextCall(runtime.lanes)
+        self._next_call = NextCall(runtime)
         state.publications = self._next_call
         self.auto_compute = AutoCompute(name, runtime, compiler)
 
@@ -208,7 +208,7 @@ class Runs(Observer):
             taken_bytes=partial(self.planner.footprint.taken_bytes, batch.size.rows),
             products=products,
             coded=coded,
-            ahead=self._next_call.stores if manner is USUAL else (),
+            ahead=self._next_call.stores if mode == "fused" else (),
             first_microbatch=numbers.first,
         )
 

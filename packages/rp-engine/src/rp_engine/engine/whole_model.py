@@ -101,13 +101,12 @@ class WholeModel:
             warn_of_unfrozen(self.name, self.states())
             with taking_tickets() as take:
                 parts = [host.prepare_step(take, is_async=is_async) for host in self.hosts]
-                for host in self.hosts:
-                    host.expect_next_call(take)
                 is_idle = self._step_outcome.done()
                 watched = self._optimizer_watch.launch(self._counting(step_fn), is_async=is_async, is_idle=is_idle)
-                self._step_outcome = outcome = self.hosts[0].submit_step(
-                    partial(run_step, self.name, parts, watched, self._shared(parts))
-                )
+                body = partial(run_step, self.name, parts, watched, self._shared(parts))
+                for host in self.hosts:
+                    host.expect_next_call(take)
+                self._step_outcome = outcome = self.hosts[0].submit_step(body)
             for part in parts:
                 part.note_launched()
             if not is_async:

@@ -47,8 +47,9 @@ def run_step(
     finally:
         shared.settle(tracer)
         for part in parts:
-            part.leave()
             part.state.publications.note_step_over()
+        for part in parts:
+            part.leave()
 
 
 def _publish_before(parts: Sequence[ModelStep], tracer: Tracer, shared: SharedStep) -> None:

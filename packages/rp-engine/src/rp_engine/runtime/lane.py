@@ -141,6 +141,8 @@ class Lane:
     def close(self) -> None:
         """Finish the jobs and end the threads."""
         self._worker.close()
+        for free in list(self.reserves):
+            free()
         self.inbox.close()
         self.outbox.close()
         self.retainer.drain()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from rp_optim.jobs import Outcome
 from rp_state.block import Block
 from rp_telemetry.tracing import Tracer
 from rp_telemetry.transfer_times import UNTIMED
-from rp_transfer import Event, Ticket, is_out_of_memory
+from rp_transfer import Event, Ticket
 
 from rp_engine.device.memory.weight_cache import Arriving, NoWeightCache
 from rp_engine.device.transfers import bring, upload_from_host
@@ -23,6 +24,7 @@ from rp_engine.runtime.tickets import Take
 
 # What kernels take beside torch's allocator, and what its holes waste, is not seen.
 _USABLE = 0.92
+_Any = TypeVar("_Any")
 
 
 class _Expected(NamedTuple):
@@ -34,8 +36,9 @@ class _Expected(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """A block that travels, unless it is cancelled before."""
+    """A block that travels, unless it is cancelled before; `block` keeps what is read."""
 
+    block: Block
     memory: torch.Tensor
     arrived: Outcome[Event]
     expected: _Expected
@@ -49,7 +52,7 @@ class _Begun(NamedTuple):
 
 
 class WeightsAhead(NoWeightCache):
-    """One model's weights on their way to one device for the call that comes next.
+    """A model's trained weights on their way to one device for the training call that comes next.
 
     The launcher's thread says which are expected, the optimizer's thread sends each as it is published. A task
     finds here what has begun to travel, and has not changed since; it brings all else by itself. Whatever no task
@@ -66,7 +69,7 @@ class WeightsAhead(NoWeightCache):
         self._other_bytes = self._sent_bytes = 0
         clear = partial(_clear, weakref.ref(self))
         lane.reserves.append(clear)
-        weakref.finalize(self, lane.reserves.remove, clear)
+        weakref.finalize(self, _end, lane, clear, self._expected, self._begun)
 
     def expect(self, blocks: Iterable[Block], version: int, take: Take, tracer: Tracer) -> None:
         """Have these blocks travel once all turns on them that were taken before are over.
@@ -80,7 +83,7 @@ class WeightsAhead(NoWeightCache):
             return
         found = {block: _Expected(take(block.turns, write=False), version, tracer) for block in wanted}
         with self._lock:
-            self._expected = found
+            self._expected.update(found)
         self._sent_bytes, self._lane.has_raised_peak = sum(block.nbytes for block in wanted), True
 
     def send(self, block: Block) -> None:
@@ -91,18 +94,17 @@ class WeightsAhead(NoWeightCache):
             expected = self._expected.pop(block)
             try:
                 self._begun[block] = self._sent(block, expected)
-            except Exception as error:
+            except RuntimeError:
+                # Memory is short, or the runtime closes: a task that needs the block brings it.
                 expected.ticket.leave()
-                if not is_out_of_memory(error):
-                    raise
 
     def _sent(self, block: Block, expected: _Expected) -> _Begun:
         inbox = self._lane.inbox
         numel, dtype = block.form(coded=False)
         memory = self._lane.device.empty((numel,), dtype, stream=inbox.stream)
         upload = partial(upload_from_host, inbox, block, memory)
-        args = (inbox, block, memory, expected.ticket, UNTIMED, expected.tracer, upload)
-        return _Begun(memory, inbox.submit(bring, *args), expected)
+        job = partial(bring, inbox, block, memory, expected.ticket, UNTIMED, expected.tracer, upload)
+        return _Begun(block, memory, inbox.submit(_leaving, expected.ticket, job), expected)
 
     def _has_room(self, nbytes: int) -> bool:
         use, device = self._lane.device.memory(), self._lane.device
@@ -130,20 +132,48 @@ class WeightsAhead(NoWeightCache):
     def expect_no_more(self) -> None:
         """Give up those that have not begun to travel: who writes them waits for their turns."""
         with self._lock:
-            expected, self._expected = list(self._expected.values()), {}
+            expected = _taken(self._expected)
         _leave(expected)
 
     def clear(self) -> Outcome[None] | None:
         """Free all blocks once what copies them is over; return the outcome of that, None if there are none."""
         with self._lock:
-            expected, begun = list(self._expected.values()), list(self._begun.values())
-            self._expected, self._begun = {}, {}
+            expected, begun = _taken(self._expected), _taken(self._begun)
         _leave(expected)
         return self._free([one for one in begun if not one.cancel()]) if expected or begun else None
 
     def _free(self, begun: Sequence[_Begun]) -> Outcome[None]:
-        inbox = self._lane.inbox
-        return inbox.submit(_outlast, inbox, begun)
+        return _outlasted(self._lane.inbox, begun)
+
+
+def _taken(blocks: dict[Block, _Any]) -> list[_Any]:
+    found = list(blocks.values())
+    blocks.clear()
+    return found
+
+
+def _leaving(ticket: Ticket, job: Callable[[], Event]) -> Event:
+    """Upload a block; leave its turn also if that fails."""
+    try:
+        return job()
+    except BaseException:
+        ticket.leave()
+        raise
+
+
+def _outlasted(inbox: Porter, begun: Sequence[_Begun]) -> Outcome[None]:
+    return inbox.submit(_outlast, inbox, begun)
+
+
+def _end(
+    lane: Lane, clear: Callable[[], None], expected: dict[Block, _Expected], begun: dict[Block, _Begun]
+) -> None:
+    """The model is gone: what has begun to travel reads its memory."""
+    lane.reserves.remove(clear)
+    _leave(_taken(expected))
+    # A runtime that is closed has nothing under way.
+    with suppress(RuntimeError):
+        _outlasted(lane.inbox, [one for one in _taken(begun) if not one.cancel()])
 
 
 def _leave(expected: Iterable[_Expected]) -> None:

@@ -28,18 +28,18 @@ def ignore(layer: int) -> None:
 def divided(layers: range, blocks_of: Callable[[int], Iterable[Block]], least_bytes: int) -> list[range]:
     """Divide layers into segments with at least so many bytes of weights each, but for the last one.
 
-    Layers that share weights stay together: autograd adds up their gradients before it adds them to the sums.
+    Layers that share trained weights stay together: autograd adds up their gradients before it adds them to sums.
     """
-    last_use = {block: layer for layer in layers for block in blocks_of(layer)}
+    last_use = {block: layer for layer in layers for block in blocks_of(layer) if block.kind == "trainable"}
     found: list[range] = []
-    start, reaches, nbytes = layers.start, layers.start, 0
+    start, reaches, blocks = layers.start, layers.start, set[Block]()
     for layer in layers:
-        blocks = list(blocks_of(layer))
-        nbytes += sum(block.nbytes for block in blocks)
-        reaches = max([reaches, *(last_use[block] for block in blocks)])
-        if (nbytes >= least_bytes and reaches <= layer) or layer + 1 == layers.stop:
+        blocks.update(blocks_of(layer))
+        reaches = max([reaches, *(last_use.get(block, 0) for block in blocks_of(layer))])
+        is_enough = sum(block.nbytes for block in blocks) >= least_bytes and reaches <= layer
+        if is_enough or layer + 1 == layers.stop:
             found.append(range(start, layer + 1))
-            start, nbytes = layer + 1, 0
+            start, blocks = layer + 1, set[Block]()
     return found
 
 
