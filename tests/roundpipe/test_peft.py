@@ -22,7 +22,7 @@ from peft import (
 from plain import assert_near
 from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime
 from roundpipe import wrap_model_to_roundpipe as wrap
-from rp_engine.device.parametrizing import cache_by_thread
+from rp_state.modules.parametrizing import cache_by_thread
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers import (

@@ -24,13 +24,13 @@ from rp_state.block import Block
 from rp_state.codes.layout import CodedWeight
 from rp_state.gradient import sum_dtype
 from rp_state.layers import LayerState
+from rp_state.modules.lazy_hooks import register_lazy_hooks
+from rp_state.modules.parametrizing import cache_by_thread
 
 from rp_engine.device.compiling import EAGER, Eager
 from rp_engine.device.entrance import entrance_of
-from rp_engine.device.lazy_hooks import register_lazy_hooks
 from rp_engine.device.memory.fp8_twins import Fp8Products, Fp8Twins
 from rp_engine.device.memory.graph_store import GraphStore
-from rp_engine.device.parametrizing import cache_by_thread
 from rp_engine.device.saved_data import prepares
 from rp_engine.device.twins.content import GOT_GRADIENT, TwinContent, hidden_in, named_modules
 from rp_engine.errors import in_words

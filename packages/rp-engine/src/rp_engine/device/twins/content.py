@@ -8,9 +8,8 @@ from typing import cast
 import torch
 from rp_optim.masters import own_grad
 from rp_state.layers import LayerState
+from rp_state.modules.parametrizing import parametrizes_in_forward
 from rp_state.modules.signature import has_hooks as is_hooked
-
-from rp_engine.device.parametrizing import parametrizes_in_forward
 
 # Kind ("module", "parameter" or "buffer"), dotted name, object.
 _Part = tuple[str, str, object]
