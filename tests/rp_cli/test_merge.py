@@ -159,6 +159,8 @@ def test_text_of_a_written_model_ends_where_its_template_ends_replies(
 
     config = GenerationConfig.from_pretrained(output)
     end = AutoTokenizer.from_pretrained(output).convert_tokens_to_ids("<|im_end|>")
+    files = [json.loads((each / "generation_config.json").read_text()) for each in (base, output)]
+    assert ["_from_model_config" in each for each in files] == [True, template != CHATML]
     assert (config.eos_token_id, config.pad_token_id) == ([0, end] if template == CHATML else 0, 7)
     said = capsys.readouterr().out
     assert told in said

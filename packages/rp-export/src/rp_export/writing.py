@@ -37,7 +37,7 @@ _OF_TOKENIZER = (
 )
 _GENERATION = "generation_config.json"
 _OF_MODEL = (_GENERATION, "*processor_config.json")
-_ENDS = "eos_token_id"
+_ENDS, _IS_DERIVED = "eos_token_id", "_from_model_config"
 # Makes, of the tokens that end a model's text by its generation config, those that end it in truth.
 TextEnds: TypeAlias = Callable[[int | Sequence[int] | None], Sequence[int] | None]
 
@@ -80,6 +80,8 @@ def write_ends(folder: Path, ends: TextEnds) -> tuple[int, ...]:
     given = [known] if isinstance(known, int) else known or []
     new = tuple(one for one in ends(known) or () if one not in given)
     if new:
+        # transformers 4 makes such a config anew from the model's, and would lose the ends.
+        config.pop(_IS_DERIVED, None)
         file.write_text(json.dumps({**config, _ENDS: [*given, *new]}, indent=2) + "\n", encoding="utf-8")
     return new
 
