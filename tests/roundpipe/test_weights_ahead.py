@@ -303,6 +303,8 @@ def test_an_upload_that_fails_leaves_its_turn(monkeypatch: pytest.MonkeyPatch) -
         model.forward_backward((x,), label=y, loss_fn=square_error)
         model.step(nothing, is_async=False)
         travelled(runtime)
+        # The call brings them by itself.
+        model.forward_backward((x,), label=y, loss_fn=square_error)
         # Waits for all turns.
         model.synchronize()
 

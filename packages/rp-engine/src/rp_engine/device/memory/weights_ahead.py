@@ -79,7 +79,9 @@ class WeightsAhead(NoWeightCache):
         """
         wanted = list(blocks)
         are_left = self.clear() is not None
-        if are_left or self._lane.has_jobs or not self._has_room(sum(block.nbytes for block in wanted)):
+        if are_left or not wanted or self._lane.has_jobs:
+            return
+        if not self._has_room(sum(block.nbytes for block in wanted)):
             return
         found = {block: _Expected(take(block.turns, write=False), version, tracer) for block in wanted}
         with self._lock:
@@ -122,7 +124,7 @@ class WeightsAhead(NoWeightCache):
         with self._lock:
             expected, begun = self._expected.pop(block, None), self._begun.pop(block, None)
         _leave([] if expected is None else [expected])
-        if begun is None or begun.cancel():
+        if begun is None or begun.cancel() or (begun.arrived.done() and begun.arrived.exception()):
             return None
         if begun.expected.version == self._version:
             return begun.memory, begun.arrived
