@@ -173,7 +173,7 @@ def _by_name(model: Any, args: tuple[Any, ...]) -> dict[str, Any]:
 
 def _refuse_encoder(model: Any) -> None:
     # The loop would run the encoder as a module, on the host, and then wants a forward without it.
-    if getattr(model.config, "is_encoder_decoder", False):
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(
             f"{type(model).__name__} is an encoder with a decoder: generate runs the encoder once and then the "
             "decoder alone, but a row of layers runs both; generate on the host, after synchronize(), with "
