@@ -173,9 +173,11 @@ def _end(
     """The model is gone: what has begun to travel reads its memory."""
     lane.reserves.remove(clear)
     _leave(_taken(expected))
+    under_way = [one for one in _taken(begun) if not one.cancel()]
     # A runtime that is closed has nothing under way.
     with suppress(RuntimeError):
-        _outlasted(lane.inbox, [one for one in _taken(begun) if not one.cancel()])
+        if under_way:
+            _outlasted(lane.inbox, under_way)
 
 
 def _leave(expected: Iterable[_Expected]) -> None:
