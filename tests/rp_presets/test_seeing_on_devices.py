@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import rp_batch
 import torch
+import transformers
 from comparison import Outcome, differences, without_cache, without_dropout
 from examples import examples
 from hypothesis import given, settings
@@ -86,6 +87,8 @@ BESIDE = ((), (), (0,), (1, 2), ())
 
 
 def assert_films_train_as_plainly(name: str, devices: str, microbatches: int, owned: Any, filmed: Any) -> None:
+    if name.startswith("Gemma4") and transformers.__version__.startswith("5.17."):
+        pytest.skip("in transformers 5.17 the model itself fails with videos")
     model = without_dropout(FAMILIES[name].build()).train()
     batch = without_cache(model, filmed_batch_of(model, owned, filmed))
     expected = trained_plainly(copy.deepcopy(model), batch)
