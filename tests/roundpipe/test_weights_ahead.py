@@ -111,7 +111,8 @@ def test_calls_read_what_a_step_has_published(
     plan: str, is_async: bool, found: list[Block], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead = trained(mlp(), plan, is_async=is_async)
-    assert found or plan == "planned"
+    # Elsewhere a device may still have tasks to begin when a step is launched, whose weights come first.
+    assert found or plan not in ("whole", "divided")
     found.clear()
     has_room(monkeypatch, False)
     assert_same(ahead, trained(mlp(), plan, is_async=is_async))

@@ -103,7 +103,7 @@ class Weights:
         self.on.kept.start()
 
     def _find(self) -> None:
-        """Take the blocks that are on the device from a call before."""
+        """Take the blocks that are on the device, or on their way, from before the call."""
         self.on.kept.begin(self.on.call, self.on.version)
         for block, ticket in self.turns.items():
             is_wanted = block not in self._arriving and block not in self.on.coded

@@ -31,7 +31,7 @@ Arriving = tuple[torch.Tensor, Outcome[Event]]
 class NoWeightCache:
     """The weights on one device that a task finds there, and those of its own that stay. For the device's thread.
 
-    In an ordinary call there are none: each task frees its weights.
+    In an ordinary call none stay: each task frees its weights. Some may have travelled before, see `WeightsAhead`.
     """
 
     def stage_bytes(self, otherwise: float) -> float:
