@@ -17,6 +17,7 @@ import vision
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rp_data.images import store as stores
 from rp_data.images.kept import KeptImages, joined, lazy_image
 from rp_data.images.processor import Sight
 from rp_data.images.store import LEDGER, Store
@@ -114,6 +115,24 @@ def test_what_a_killed_writer_leaves_counts_and_is_removed_an_hour_later(tmp_pat
     store.put(key(2), bytes(2_000))
     assert not left.exists()
     assert store.get(key(2)) == bytes(2_000)
+
+
+def test_what_another_is_about_to_write_counts(tmp_path, monkeypatch):
+    first, second = opened(tmp_path), opened(tmp_path)
+    for number in range(4):
+        first.put(key(number), bytes(2_000))
+    digest, waiting = stores._digest, [4, 5, 6]
+
+    def between(one: str, value: Any) -> bytes:
+        if waiting:
+            second.put(key(waiting.pop()), bytes(1_900))
+        return digest(one, value)
+
+    monkeypatch.setattr(stores, "_digest", between)
+    first.put(key(7), bytes(1_900))
+
+    assert not waiting
+    assert 7_500 < nbytes(tmp_path) <= MOST
 
 
 def test_files_of_another_user_are_used_as_far_as_they_may_be(tmp_path, monkeypatch):

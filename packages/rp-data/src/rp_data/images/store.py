@@ -124,29 +124,37 @@ class Store:
         if self._is_broken or nbytes > self._most_bytes or self._path(key).exists():
             return
         try:
-            if self._reserve(nbytes):
-                self._write(key, value)
+            unfinished = self._reserve(nbytes)
+            if unfinished is not None:
+                self._write(unfinished, key, value)
         except OSError as error:
             self._is_broken = True
             why = "its disk is full" if error.errno in _FULL else error.strerror
             warnings.warn(f"{self._what} keeps no more images: {why}", stacklevel=2)
 
-    def _reserve(self, nbytes: int) -> bool:
-        """Count so many more bytes, after removing others if there would be too many; return whether they fit."""
+    def _reserve(self, nbytes: int) -> Path | None:
+        """Return a file of so many bytes, after removing others if they do not fit; None if they cannot.
+
+        It has its size before the ledger is free, so whoever adds up what is there has its bytes, too.
+        """
         with self._locked() as ledger:
             total = _read_sum(ledger)
             if total is None or total + nbytes > self._most_bytes:
                 total = self._made_room(nbytes)
-            is_room = total + nbytes <= self._most_bytes
-            _write_sum(ledger, total + nbytes if is_room else total)
-        return is_room
-
-    def _write(self, key: str, value: bytes) -> None:
-        unfinished = self._folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
-        path = self._path(key)
-        path.parent.mkdir(exist_ok=True)
-        try:
+            if total + nbytes > self._most_bytes:
+                _write_sum(ledger, total)
+                return None
+            unfinished = self._folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
             with unfinished.open("xb") as file:
+                file.truncate(nbytes)
+            _write_sum(ledger, total + nbytes)
+        return unfinished
+
+    def _write(self, unfinished: Path, key: str, value: bytes) -> None:
+        path = self._path(key)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with unfinished.open("r+b") as file:
                 file.write(_digest(key, value))
                 file.write(value)
             _touch(unfinished)
