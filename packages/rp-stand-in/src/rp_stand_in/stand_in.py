@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Self
 import torch
 from rp_engine.errors import RoundPipeError
 from rp_errors.frameworks import advice
+from rp_state.modules.signature import modules_of
 from torch import nn
 
 from rp_stand_in.names import keep_tied, names_in, rename_nested, tensors
@@ -92,7 +93,7 @@ class StandIn(nn.Module):
         """Raise if `original_model` got a parameter, such as an adapter's, that no layer of the row uses."""
         if self._named is self.model:
             return
-        modules = tuple(self._named.modules())
+        modules = modules_of(self._named)
         if modules == self._seen:
             return
         used = {id(parameter) for parameter in self.model.parameters()}

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
+from types import NoneType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 _MODULE = "transformers."
+
+
+# Most of what caches hold beside tensors.
+PLAIN = (bool, int, NoneType, torch.dtype, torch.device)
 
 
 def is_state(leaf: object) -> bool:
@@ -22,8 +29,14 @@ def is_state(leaf: object) -> bool:
     >>> is_state(DynamicCache()), is_state({})
     (True, False)
     """
+    return _is_cache(type(leaf))
+
+
+# It is asked of each argument of each layer.
+@lru_cache(maxsize=1024)
+def _is_cache(kind: type[object]) -> bool:
     # By name: importing the package does not import transformers, and some families have caches of their own.
-    return any(kind.__name__.endswith("Cache") and _is_of_transformers(kind) for kind in type(leaf).__mro__)
+    return any(base.__name__.endswith("Cache") and _is_of_transformers(base) for base in kind.__mro__)
 
 
 class Before:
@@ -61,6 +74,8 @@ def structure(cache: Any, tensor_of: Callable[[Tensor], Tensor]) -> Any:
 def _copied(value: Any, tensor_of: Callable[[Tensor], Tensor], memo: dict[int, Any]) -> Any:
     if isinstance(value, Tensor):
         return tensor_of(value)
+    if value.__class__ in PLAIN:
+        return value
     if isinstance(value, list | tuple):
         return type(value)(_copied(item, tensor_of, memo) for item in value)  # pyright: ignore
     if isinstance(value, dict):

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rp_presets.caches.before import structure
+from rp_presets.caches.before import PLAIN, structure
 
 
 def indices_in_caches(layer: nn.Module) -> frozenset[int]:
@@ -45,6 +45,9 @@ def bring(cache: Any, indices: Collection[int], device: torch.device) -> None:
 
 
 def _move(layer: Any, device: torch.device) -> None:
+    held = cast("dict[str, object]", vars(layer))
+    if all(_is_there(value, device) for value in held.values()):
+        return
     elsewhere: list[Tensor] = []
 
     def moved(tensor: Tensor) -> Tensor:
@@ -58,3 +61,8 @@ def _move(layer: Any, device: torch.device) -> None:
         # Devices are where it makes tensors later.
         for name, value in copied.items():
             setattr(layer, name, device if isinstance(value, torch.device) else value)
+
+
+def _is_there(value: object, device: torch.device) -> bool:
+    """Whether nothing of an attribute is elsewhere, so far as that shows without looking into objects."""
+    return value.device == device if isinstance(value, Tensor) else isinstance(value, PLAIN)

@@ -36,12 +36,13 @@ class BoxKey:
 class LayerCall:
     """How a layer is called.
 
-    `arguments`: ``(args, kwargs)``, with `Value` and `BoxKey` in place of tensors and containers. `result`: its
-    result, with `Value` in place of tensors. `done`: keys of values that nothing reads after this layer.
-    `done_boxes`: the same for containers.
+    `arguments`: ``(args, kwargs)``, with `Value` and `BoxKey` in place of tensors and containers. `boxes`: the
+    keys of the containers among them. `result`: its result, with `Value` in place of tensors. `done`: keys of
+    values that nothing reads after this layer. `done_boxes`: the same for containers.
     """
 
     arguments: Any
+    boxes: tuple[int, ...]
     result: Any
     done: frozenset[int]
     done_boxes: frozenset[int]

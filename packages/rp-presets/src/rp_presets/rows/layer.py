@@ -14,7 +14,7 @@ from rp_presets.errors import UnsupportedModel
 from rp_presets.rows.capture import capturing
 from rp_presets.rows.carry import BoxKey, Carry, LayerCall, Value
 from rp_presets.rows.layout import RowLayout
-from rp_presets.rows.trees import contents_of, filled, leaves, mapped, same, tensors
+from rp_presets.rows.trees import contents_of, filled, leaves, mapped, same
 
 
 class SharesConfigs(nn.Module):
@@ -57,7 +57,7 @@ class Layer(SharesConfigs):
         Raises `UnsupportedModel` if the types of its results differ from those that were observed.
         """
         call = carry.program.calls[self.index]
-        boxes = {key: filled(carry.program.empty[key], carry.boxes[key]) for key in _boxes(call)}
+        boxes = {key: filled(carry.program.empty[key], carry.boxes[key]) for key in call.boxes}
         args, kwargs = mapped(lambda leaf: _read(leaf, carry, boxes), call.arguments)
         self._bring_caches((args, kwargs))
         with capturing(carry.collected) as collected:
@@ -78,10 +78,11 @@ class Layer(SharesConfigs):
         return uncompiled if collected and self.layout.hooks.are_late else self.layer
 
     def _bring_caches(self, arguments: Any) -> None:
-        given = tensors(arguments)
-        for leaf in leaves(arguments) if given else ():
-            if is_state(leaf):
-                bring(leaf, self.cache_indices, given[0].device)
+        given = list(leaves(arguments))
+        device = next((leaf.device for leaf in given if isinstance(leaf, Tensor)), None)
+        for leaf in given:
+            if device is not None and is_state(leaf):
+                bring(leaf, self.cache_indices, device)
 
     def _detach_attributes(self) -> None:
         # Tensors in the attributes that a layer sets would keep the graph alive, and could not be copied.
@@ -110,10 +111,6 @@ def _configs(module: nn.Module) -> Iterator[Any]:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def _boxes(call: LayerCall) -> list[int]:
-    return [leaf.key for leaf in leaves(call.arguments) if isinstance(leaf, BoxKey)]
 
 
 def _read(leaf: Any, carry: Carry, boxes: dict[int, Any]) -> Any:

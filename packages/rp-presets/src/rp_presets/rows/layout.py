@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from torch import Tensor
+
 from rp_presets.errors import UnsupportedModel
-from rp_presets.rows.absent import Spec
+from rp_presets.rows.absent import Absent, Spec
 from rp_presets.rows.capture import Hooks
 from rp_presets.rows.carry import Origin
 
@@ -21,10 +23,12 @@ class Like:
     def __init__(self, argument: int | None) -> None:
         self.argument = argument
 
-    def spec(self, arguments: list[Spec | None]) -> Spec | None:
-        """Return the tensor's shape and dtype in a call with these arguments; None if unknown."""
-        known = self.argument is not None and self.argument < len(arguments)
-        return arguments[self.argument] if known and self.argument is not None else None
+    def spec(self, arguments: Sequence[Tensor]) -> Spec | None:
+        """Return the tensor's shape and dtype in a call with these tensor arguments; None if unknown."""
+        if self.argument is None or self.argument >= len(arguments):
+            return None
+        like = arguments[self.argument]
+        return like.spec if isinstance(like, Absent) else Spec.of(like)
 
 
 @dataclass(frozen=True, slots=True)

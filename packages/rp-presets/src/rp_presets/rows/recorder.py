@@ -38,12 +38,13 @@ class CallRecorder:
         # Results by key, as weak references, which tell whether the model's code still holds them.
         self._computed: dict[int, weakref.ref[Tensor]] = {}
         self._recorded: list[tuple[Any, Any]] = []
+        # Of `values`, by `id`.
+        self._keys: dict[int, Value] = {}
 
     def record(self, arguments: Any, like: Any) -> Any:
         """Record a layer's call; return its result, with placeholders in place of tensors."""
-        encoded = _encoded(self._key, arguments)
-        specs = [leaf.spec if isinstance(leaf, Absent) else Spec.of(leaf) for leaf in direct_tensors(arguments)]
-        result = mapped(lambda leaf: self._placeholder(leaf, specs) if isinstance(leaf, Like) else leaf, like)
+        encoded, given = _encoded(self._key, arguments), direct_tensors(arguments)
+        result = mapped(lambda leaf: self._placeholder(leaf, given) if isinstance(leaf, Like) else leaf, like)
         self._recorded.append((encoded, mapped(self._result_key, result)))
         return result
 
@@ -58,6 +59,7 @@ class CallRecorder:
         return [
             LayerCall(
                 encoded,
+                tuple(leaf.key for leaf in leaves(encoded) if isinstance(leaf, BoxKey)) if self._boxes else (),
                 result,
                 frozenset(key for key, last in last_use.items() if last == index and key not in alive),
                 frozenset(key for key, last in last_box.items() if last == index),
@@ -88,8 +90,8 @@ class CallRecorder:
         self._count += 1
         return self._count - 1
 
-    def _placeholder(self, leaf: Like, specs: list[Spec | None]) -> Absent:
-        absent = Absent.make(leaf.spec(specs), self._device, self._touched)
+    def _placeholder(self, leaf: Like, given: list[Tensor]) -> Absent:
+        absent = Absent.make(leaf.spec(given), self._device, self._touched)
         self.specs[self._count] = absent.spec
         key = absent.key = self._next()
         self._computed[key] = weakref.ref(absent)
@@ -99,6 +101,9 @@ class CallRecorder:
         return Value(leaf.key) if isinstance(leaf, Absent) and leaf.key is not None else leaf
 
     def _key(self, leaf: Any) -> Any:
+        # Most are what the layers before were handed, too. One may have become a stand-in since.
+        if (same := self._keys.get(id(leaf))) is not None and leaf.__class__ is not StandIn:
+            return same
         if is_box(leaf):
             return self._box_key(leaf)
         if isinstance(leaf, Absent):
@@ -109,11 +114,9 @@ class CallRecorder:
         if isinstance(leaf, StandIn):
             self._refuse("a layer is handed what is computed from what the row does not hand on")
         if isinstance(leaf, Tensor):
-            key = next((key for key, value in self.values.items() if value is leaf), None)
-            if key is None:
-                key = self._next()
-                self.values[key] = leaf
-            return Value(key)
+            key = self._next()
+            self.values[key] = leaf
+            return self._keys.setdefault(id(leaf), Value(key))
         if not (is_plain(leaf) or is_state(leaf)):
             self._refuse(
                 f"its layers are handed a {type(leaf).__name__}, which cannot be handed on: it may be written, or "

@@ -21,7 +21,7 @@ from rp_presets.errors import ComputesBetween, NotARow
 from rp_presets.losses import lazy_logits
 from rp_presets.rows import capture
 from rp_presets.rows.absent import Absent, Spec, standing_in
-from rp_presets.rows.carry import BoxKey, Carry, LayerCall, Origin, Program, Value
+from rp_presets.rows.carry import Carry, LayerCall, Origin, Program, Value
 from rp_presets.rows.layout import RowLayout, Segment
 from rp_presets.rows.recorder import CallRecorder, boxes_of, direct_tensors
 from rp_presets.rows.skeleton import CalledModule, Method, Stub
@@ -320,8 +320,8 @@ class Run:
         return Absent.make(spec, self.device, self._touched)
 
     def _note_boxes(self, call: LayerCall, arguments: Any) -> None:
-        keys = [leaf.key for leaf in leaves(call.arguments) if isinstance(leaf, BoxKey)]
-        self._boxes.update(zip(keys, boxes_of(arguments), strict=True))
+        if call.boxes:
+            self._boxes.update(zip(call.boxes, boxes_of(arguments), strict=True))
 
     def _touched(self, what: str) -> Any:
         if self._phase > self._stage:

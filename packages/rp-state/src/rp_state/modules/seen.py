@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from rp_state.modules.signature import attributes, grad_flags, signature, training_flags, walk
+from rp_state.modules.signature import (
+    attributes,
+    containers,
+    grad_flags,
+    held,
+    signature,
+    training_flags,
+    walk,
+)
 
 
 class SeenModules:
@@ -23,6 +31,8 @@ class SeenModules:
         self._grad_flags = grad_flags(self._walked)
         self.flags = training_flags(self._walked)
         self._attributes: list[object] = attributes(self._walked)
+        self._containers = containers(self._attributes)
+        self._held = held(self._walked, self._containers)
 
     def note_places(self, places: Mapping[int, int]) -> None:
         """Add the places of second blocks that were made since."""
@@ -41,12 +51,21 @@ class SeenModules:
 
     def note_attributes(self) -> bool:
         """Record plain attributes, and which tensors require grad; return whether one has changed."""
-        current, flags = attributes(self._walked), grad_flags(self._walked)
-        same = (
-            flags == self._grad_flags
-            and len(current) == len(self._attributes)
-            and all(map(operator.is_, current, self._attributes))
-        )
-        if not same:
-            self._attributes, self._grad_flags = current, flags
-        return not same
+        has_changed, flags = self._note_attributes(), grad_flags(self._walked)
+        has_changed |= flags != self._grad_flags
+        self._grad_flags = flags
+        return has_changed
+
+    def _note_attributes(self) -> bool:
+        names, objects = held(self._walked, self._containers)
+        if names == self._held[0] and _are_same(objects, self._held[1]):
+            return False
+        # Perhaps it was a flag of training.
+        before, self._attributes = self._attributes, attributes(self._walked)
+        self._containers = containers(self._attributes)
+        self._held = held(self._walked, self._containers)
+        return not _are_same(self._attributes, before)
+
+
+def _are_same(ones: Sequence[object], others: Sequence[object]) -> bool:
+    return len(ones) == len(others) and all(map(operator.is_, ones, others))
