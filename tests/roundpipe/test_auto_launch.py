@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,20 @@ from rp_engine.device.memory.call_size import CallSize
 from rp_engine.device.memory.graph_store import GraphWork
 from rp_engine.planning import planner
 from rp_engine.planning.pricing import REPLAY_LAUNCH_MS
-from rp_sched import Launching, LayerCost, PricedPlan, Task, simulated_ms
+from rp_sched import (
+    NOT_KEPT,
+    KeptLaunch,
+    KeptPlan,
+    Launch,
+    Launching,
+    LayerCost,
+    Mode,
+    NotKept,
+    Plan,
+    PricedPlan,
+    Task,
+    simulated_ms,
+)
 from rp_sched.replanning import launch_choice as choices
 from rp_sched.replanning.launch_choice import LaunchChoice, LaunchQuestion, LaunchTimes, launch_times
 from rp_telemetry.calls.call_span import CallSpan
@@ -60,6 +74,20 @@ def fused(*microbatches: int) -> list[Task]:
     return [Task("FB", range(4), range(*span), device) for device, span in enumerate(spans)]
 
 
+class Kept(NotKept):
+    """What an earlier process has settled for. `found`: what this one does."""
+
+    def __init__(self, before: KeptLaunch) -> None:
+        self._before = before
+        self.found: list[KeptLaunch] = []
+
+    def launch(self) -> KeptLaunch:
+        return self._before
+
+    def keep_launch(self, settled: KeptLaunch) -> None:
+        self.found.append(settled)
+
+
 @dataclass
 class Asking:
     """A kind of call whose launching is chosen."""
@@ -69,9 +97,10 @@ class Asking:
     layers: frozenset[int] = ALL
     missing: int | None = 0
     is_timed: bool = False
+    kept: NotKept = NOT_KEPT
 
     def __post_init__(self) -> None:
-        self.choice = LaunchChoice(self.timer, is_timed=self.is_timed)
+        self.choice = LaunchChoice(self.timer, is_timed=self.is_timed, kept=self.kept)
 
     def by_graphs(self) -> bool:
         self.choice.decide(LaunchQuestion(self.tasks, lambda: self.layers, lambda _: self.missing))
@@ -271,28 +300,33 @@ def test_graphs_stay_while_launching_is_somewhat_less_than_a_bound() -> None:
         assert asking.by_graphs() is by_graphs
 
 
+def choose(launching: Launching, launch: Launch, mode: Mode, measured: ModelTimer) -> None:
+    launching.meet(launch, mode, 8, measured)
+    launching.choose(launch, mode, 8, fused(8), none_missing)
+
+
 def test_memory_of_graphs_is_counted_until_no_calls_have_any() -> None:
     launching = Launching(lambda _: ALL, may_choose=True)
-    launching.choose("graphs", "fused", 8, fused(8), none_missing, timer(5.0, 5.0))
+    choose(launching, "graphs", "fused", timer(5.0, 5.0))
     kept = launching.graphed
     assert kept
     # Neither an evaluation nor calls that are to have none free what others have.
-    launching.choose("auto", "infer", 8, fused(8), none_missing, ModelTimer("calls", 4))
-    launching.choose("eager", "fused", 8, fused(8), none_missing, timer(5.0, 5.0))
+    choose(launching, "auto", "infer", ModelTimer("calls", 4))
+    choose(launching, "eager", "fused", timer(5.0, 5.0))
     assert launching.graphed == kept
     assert not launching.frees_graphs
     launching._choices["fused", 8].refuse("they gain nothing")
-    launching.choose("auto", "infer", 8, fused(8), none_missing, ModelTimer("calls", 4))
+    choose(launching, "auto", "infer", ModelTimer("calls", 4))
     assert not launching.graphed
     assert launching.frees_graphs
 
 
 def test_graphs_are_given_back_once_calls_are_configured_to_have_none() -> None:
     launching = Launching(lambda _: ALL, may_choose=True)
-    launching.choose("graphs", "fused", 8, fused(8), none_missing, timer(5.0, 5.0))
+    choose(launching, "graphs", "fused", timer(5.0, 5.0))
     kept: list[bool] = []
     for _ in range(32):
-        launching.choose("eager", "fused", 8, fused(8), none_missing, timer(5.0, 5.0))
+        choose(launching, "eager", "fused", timer(5.0, 5.0))
         kept.append(bool(launching.graphed))
         assert launching.frees_graphs is not kept[-1]
     assert kept == [True] * 31 + [False]
@@ -301,7 +335,7 @@ def test_graphs_are_given_back_once_calls_are_configured_to_have_none() -> None:
 def test_calls_wait_for_graphs_to_come_but_not_for_ever() -> None:
     launching = Launching(lambda _: ALL, may_choose=True)
     assert not launching.note_awaiting("fused", 8)
-    launching.choose("graphs", "fused", 8, fused(8), none_missing, timer(5.0, 5.0))
+    choose(launching, "graphs", "fused", timer(5.0, 5.0))
     found = [launching.note_awaiting("fused", 8) for _ in range(33)]
     assert found == [True] * 31 + [False] * 2
     # One that replays gives hope again.
@@ -367,6 +401,25 @@ def test_calls_have_the_bits_of_eager_ones_whatever_is_chosen(
     assert all(bool(store.slots) is is_faster for store in stores)
 
 
+@pytest.mark.usefixtures("bound")
+def test_graphs_of_an_earlier_process_launch_as_soon_as_they_are_captured(
+    monkeypatch: pytest.MonkeyPatch, replays: list[range]
+) -> None:
+    monkeypatch.setattr(choices, "_SAME", float("inf"))
+    kept = Kept(KeptLaunch(frozenset(range(LAYERS - 1)), graphs_ms=1.0, eager_ms=1e9))
+    monkeypatch.setattr(planner.Planner, "_settled", lambda *_: kept)
+    seen: list[int] = []
+    with Runtime("cpu:1") as runtime:
+        expected = trained(runtime, row(), "eager", steps=16)
+        assert not replays
+        found = trained(runtime, row(), "auto", steps=16, beside=lambda *_: seen.append(len(replays)))
+        assert_same(found, expected)
+
+    # Layers are looked at in the first call, and graphs captured and tried in the next ones.
+    assert seen[4] > 0
+    assert [one.by_graphs for one in kept.found] == [True]
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("plan", ["all fused", "two stages"])
 def test_a_gpu_chooses_and_has_the_bits_of_eager_calls(plan: str) -> None:
@@ -407,16 +460,6 @@ class At:
 
     def seconds_since(self, other: At) -> float:
         return (self.ms - other.ms) / 1e3
-
-
-@dataclass
-class Kept:
-    """The plans that are kept for the next process."""
-
-    plans: list[object] = field(default_factory=list)
-
-    def save(self, plan: object) -> None:
-        self.plans.append(plan)
 
 
 class Simulated:
@@ -503,7 +546,6 @@ def test_a_plan_promises_what_calls_take_when_graphs_launch_them(caplog: pytest.
         counted_ms = in_use.measured_ms
         taken += [model.call() for _ in range(2)]
         measured_ms = in_use.measured_ms
-        in_use._cache, in_use._kept = (kept := Kept()), None
         taken += [model.call() for _ in range(15)]
         (after,) = model.planner.log.times()
 
@@ -518,9 +560,128 @@ def test_a_plan_promises_what_calls_take_when_graphs_launch_them(caplog: pytest.
     assert counted_ms is None
     assert measured_ms == pytest.approx(taken[-1])
     assert in_use.promised_ms(after.plan) == pytest.approx(taken[-1])
-    # The next process begins without graphs, for which another plan may be best.
-    assert not kept.plans
     assert len(caplog.messages) == 1
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """What is kept for the next process is kept here."""
+    monkeypatch.setenv("RP_ENGINE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def settled(runtime: Runtime) -> Simulated:
+    """Calls that have settled for graphs."""
+    model = Simulated(runtime)
+    for _ in range(35):
+        model.call()
+    assert model.planner.launching.by_graphs
+    return model
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_next_process_begins_with_graphs_and_their_plan(caplog: pytest.LogCaptureFixture) -> None:
+    with Runtime("cpu:1") as runtime:
+        plans = settled(runtime).planner.log.plans()
+    with Runtime("cpu:1") as runtime, caplog.at_level(logging.INFO, "rp_sched"):
+        model, by_graphs, taken = Simulated(runtime), list[bool](), list[float]()
+        for _ in range(20):
+            taken.append(model.call())
+            by_graphs.append(model.planner.launching.by_graphs)
+            assert model.planner.log.plans() == plans
+        (times,) = model.planner.log.times()
+
+    assert all(by_graphs)
+    # Graphs are awaited, captured and compared as in any process.
+    assert taken[6:] == pytest.approx([240.0] * 14)
+    assert times.launch is not None
+    assert times.launch.reason == "calls took 240 ms by graphs and 400 ms without"
+    assert [text.partition("launch ")[2] for text in caplog.messages] == [
+        "graphs, since in an earlier process calls took 240 ms by graphs and 400 ms without"
+    ]
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("is_known", [True, False])
+def test_calls_by_graphs_have_the_plan_of_an_earlier_process(is_known: bool) -> None:
+    other = Plan((range(2),), range(2, 5), (range(2),))
+    with Runtime("cpu:1") as runtime:
+        model = Simulated(runtime)
+        kept = model.planner._settled("fused", model.size)
+        kept.keep_plan(KeptPlan(other), by_graphs=True)
+        if is_known:
+            kept.keep_launch(KeptLaunch(frozenset(range(4)), graphs_ms=240.0, eager_ms=400.0))
+        plans: list[tuple[bool, Plan]] = []
+        for _ in range(20):
+            model.call()
+            plans.append((model.planner.launching.by_graphs, *model.planner.log.plans().values()))
+
+    first = next(number for number, (by_graphs, _) in enumerate(plans) if by_graphs)
+    # Plans of calls that Python launches are none of theirs, and a choice counts from the next call on.
+    assert all(plan != other for _, plan in plans[:first])
+    assert plans[first + (not is_known)][1] == other
+    assert (first == 0) is is_known
+
+
+@pytest.mark.usefixtures("cache")
+def test_what_an_earlier_process_measured_counts_only_if_calls_take_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Runtime("cpu:1") as runtime:
+        settled(runtime)
+    with Runtime("cpu:1") as runtime, caplog.at_level(logging.INFO, "rp_sched"):
+        model = Simulated(runtime)
+        # Layers compute for twice as long as then, so what launches them makes no difference.
+        model.forward, model.backward = (2.0, 2.0), (4.0, 3.0)
+        by_graphs: list[bool] = []
+        for _ in range(60):
+            model.call()
+            by_graphs.append(model.planner.launching.by_graphs)
+        (times,) = model.planner.log.times()
+
+    assert by_graphs[0]
+    assert not by_graphs[-1]
+    assert times.launch is not None
+    assert not times.launch.by_graphs
+    assert [text.partition("launch ")[2] for text in caplog.messages][1:] == [
+        "eager, since calls without graphs are to be timed first"
+    ]
+
+
+@pytest.mark.parametrize(("call_ms", "by_graphs"), [(100.0, False), (150.0, True)])
+def test_that_python_was_as_fast_is_believed_if_calls_take_the_same(call_ms: float, by_graphs: bool) -> None:
+    kept = Kept(KeptLaunch(frozenset(), graphs_ms=100.0, eager_ms=100.0))
+    asking = Asking(timer(5.0, 5.0), is_timed=True, kept=kept)
+    for _ in range(5):
+        assert not asking.by_graphs()
+        asking.calls(call_ms, replayed=False)
+    assert asking.by_graphs() is by_graphs
+
+
+def test_graphs_of_an_earlier_process_go_if_none_is_launched_in_this_one() -> None:
+    asking = Asking(timer(5.0, 5.0), is_timed=True, kept=Kept(KeptLaunch(ALL - {3}, 50.0, 100.0)))
+    asking.calls(*[100.0] * 31, replayed=False)
+    assert asking.by_graphs()
+    asking.calls(100.0, replayed=False)
+    assert not asking.by_graphs()
+    assert asking.reason() == "graphs launched nothing in 32 calls"
+
+
+def test_graphs_of_an_earlier_process_that_are_no_faster_now_are_kept_no_longer() -> None:
+    kept = Kept(KeptLaunch(ALL - {3}, graphs_ms=99.0, eager_ms=100.0))
+    asking = Asking(timer(5.0, 5.0), is_timed=True, kept=kept)
+    assert asking.by_graphs()
+    asking.calls(*[99.0] * 5)
+    assert not asking.by_graphs()
+    assert kept.found == [KeptLaunch(frozenset(), graphs_ms=99.0, eager_ms=100.0)]
+
+
+def test_layers_that_take_other_times_end_what_an_earlier_process_settled_for() -> None:
+    asking = Asking(timer(5.0, 5.0), is_timed=True, kept=Kept(KeptLaunch(ALL - {3}, 50.0, 100.0)))
+    assert asking.by_graphs()
+    asking.timer.num_drifts += 1
+    assert not asking.by_graphs()
+    assert asking.reason() == "calls without graphs are to be timed first"
 
 
 def test_graphs_are_tried_if_any_plan_has_room_for_them() -> None:

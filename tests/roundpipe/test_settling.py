@@ -14,7 +14,7 @@ from plain import batch, mlp, square_error
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from rp_engine.device.memory.call_size import CallSize
 from rp_engine.planning import plan_cache
-from rp_sched import Plan
+from rp_sched import Plan, PricedPlan
 from rp_telemetry.calls.call_span import CallSpan
 from rp_telemetry.launch_times import Clock, Launches, clock_of_this_thread
 from rp_telemetry.measurements import Rates
@@ -112,6 +112,23 @@ def test_other_sizes_of_calls_settle_on_their_own(four: Runtime) -> None:
     assert other is not in_use
     assert in_use.measured_ms == pytest.approx(1040.0)
     assert other.measured_ms is None
+
+
+def test_calls_that_graphs_launch_begin_with_a_plan_that_is_clearly_better_for_them(four: Runtime) -> None:
+    planned = Planned(four)
+    for _ in range(12):
+        planned.call(partial(took, whole_ms=1540.0, other_ms=1040.0))
+    in_use, graphs = planned.planner._plan("fused", planned.size), frozenset(range(LAYERS))
+    by_python = in_use.current.plan
+
+    in_use.reprice(*planned.planner._problem("fused", 1, graphs))
+    by_graphs = in_use.current
+    in_use.reprice(*planned.planner._problem("fused", 1, graphs))
+
+    as_before = PricedPlan.unchecked(by_python, by_graphs.loads, "fused", MICROBATCHES)
+    assert by_graphs.alone_ms(4) < 0.95 * as_before.alone_ms(4)
+    # It stays if it is about as fast as any other.
+    assert in_use.current.plan == by_graphs.plan
 
 
 # In the next process

@@ -14,6 +14,7 @@ from rp_sched.problem.plan import Plan
 from rp_sched.problem.task_kinds import Kind, TaskKind
 from rp_sched.problem.tasks import Task, check_order, order
 from rp_sched.replanning.estimator import Estimator
+from rp_sched.replanning.kept import NOT_KEPT, KeptCalls, KeptLaunch, KeptPlan, NotKept
 from rp_sched.replanning.launch_choice import GRAPH_GAIN, LaunchDecision
 from rp_sched.replanning.launching import Launch, Launching
 from rp_sched.replanning.replanner import Replanner
@@ -32,6 +33,7 @@ Dealer = Assigner
 
 __all__ = [
     "GRAPH_GAIN",
+    "NOT_KEPT",
     "Assigner",
     "Device",
     "Estimator",
@@ -42,6 +44,9 @@ __all__ = [
     "InvalidOrder",
     "InvalidPlan",
     "InvalidTask",
+    "KeptCalls",
+    "KeptLaunch",
+    "KeptPlan",
     "Kind",
     "Launch",
     "LaunchDecision",
@@ -49,6 +54,7 @@ __all__ = [
     "LayerCost",
     "Limits",
     "Mode",
+    "NotKept",
     "Plan",
     "PricedPlan",
     "Reason",

@@ -282,11 +282,13 @@ class ModelTimer:
             return
         self._by_graphs = by_graphs
         if by_graphs:
+            # Also where an earlier process knows that graphs are faster, and Python was not measured in this one.
+            self._wanted = min(self._wanted, self.estimator.samples)
             self._await_replays()
             return
         self._wanted_replays = 0
-        if self._has_replays:
-            self._wanted = self.estimator.samples + YOUNG_CALLS
+        known = self.estimator.samples if self._has_replays else 0
+        self._wanted = max(self._wanted, known + YOUNG_CALLS)
 
     def _await_replays(self) -> None:
         self._wanted_replays, self._replay_tries = _REPLAYED_CALLS, _REPLAY_TRIES

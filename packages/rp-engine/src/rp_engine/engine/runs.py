@@ -70,7 +70,7 @@ class Runs(Observer):
         self.host = HostParameters(name, modules, runtime, options, self)
         state, memory_check = self.host.state, self.host.memory_check
         has_room = partial(memory_check.has_room_for_pairs, state)
-        self.planner = Planner(name, state, runtime, has_room, self._graphable)
+        self.planner = Planner(name, state, runtime, has_room, self._graphable, is_compiled=compiler.compiles)
         self._activations = ActivationMemory(self.host.state.layers)
         self._compiler = compiler
         self._twins = self._new_twins()

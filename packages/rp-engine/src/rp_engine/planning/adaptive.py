@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from rp_sched import (
+    NOT_KEPT,
     Infeasible,
+    KeptPlan,
     LayerCost,
     Limits,
     Mode,
+    NotKept,
     Plan,
     PricedPlan,
     Replanner,
@@ -20,11 +23,11 @@ from rp_sched import (
 )
 from rp_telemetry.layer_times import ModelTimer
 
-from rp_engine.planning.plan_cache import NO_PLAN_CACHE, CachedPlan, NoPlanCache
-
 _LOG = logging.getLogger(__name__)
 # Samples before plans are searched with measured times, besides the dropped warm-up: one may be an outlier.
 _SAMPLES = 2
+# The part by which another plan has to promise less, for calls that are launched otherwise to begin with it.
+_GAIN = 0.05
 
 
 class PlanInUse:
@@ -32,7 +35,7 @@ class PlanInUse:
 
     `guesses` and `limits` apply until times are measured. From then on `priced(limits)` returns the limits as
     measured by then, once a call. `search_ms`: how long a search may take, once after every change of layer times.
-    `cache`: where the plan is kept for the next process, and what the last one kept.
+    `kept`: what the last process has settled for, and where this one keeps it for the next.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class PlanInUse:
         mode: Mode,
         priced: Callable[[Limits], Limits] = lambda limits: limits,
         search_ms: float = 0.0,
-        cache: NoPlanCache = NO_PLAN_CACHE,
+        kept: NotKept = NOT_KEPT,
     ) -> None:
         self._timer = timer
         self._priced = priced
@@ -54,9 +57,9 @@ class PlanInUse:
         self._devices = devices
         self._microbatches = microbatches
         self._mode: Mode = mode
-        self._cache = cache
-        self._stored = cache.load(len(guesses), mode, microbatches)
-        self._kept: CachedPlan | None = None
+        self._kept = kept
+        self._stored = kept.plan(by_graphs=self._has_graphs)
+        self._latest: KeptPlan | None = None
         # Whether any call has run under a plan.
         self._has_run = False
         # The plan that was last told to leave devices idle.
@@ -83,15 +86,16 @@ class PlanInUse:
         return layers, *min(plans, key=lambda pair: pair[1].alone_ms(self._devices))
 
     def _searched(self, layers: Sequence[LayerCost], limits: Limits) -> PricedPlan:
-        # Calls of other sizes may have been measured.
-        is_measured = self._timer.estimator.samples >= _SAMPLES
+        costs, limits = self._known(layers, limits)
         return Search(
-            self._timer.costs(layers) if is_measured else layers,
-            devices=self._devices,
-            microbatches=self._microbatches,
-            mode=self._mode,
-            limits=self._priced(limits) if is_measured else limits,
+            costs, devices=self._devices, microbatches=self._microbatches, mode=self._mode, limits=limits
         ).choice
+
+    def _known(self, layers: Sequence[LayerCost], limits: Limits) -> tuple[Sequence[LayerCost], Limits]:
+        """Return what is measured in place of guesses: calls of other sizes may have been."""
+        if self._timer.estimator.samples < _SAMPLES:
+            return layers, limits
+        return self._timer.costs(layers), self._priced(limits)
 
     @property
     def current(self) -> PricedPlan:
@@ -123,7 +127,12 @@ class PlanInUse:
         self._keep(priced)
         return priced
 
-    def _try_stored(self, stored: CachedPlan) -> bool:
+    @property
+    def _has_graphs(self) -> bool:
+        """Whether graphs launch layers of these calls."""
+        return any(layer.has_graphs for layer in self._problem[0])
+
+    def _try_stored(self, stored: KeptPlan) -> bool:
         """Use the plan of the last process from the next call on, if it fits by now; return whether it does."""
         layers, limits = self._problem
         fitting = (
@@ -149,13 +158,12 @@ class PlanInUse:
             fits_none = "no plan that uses all of them fits"
             why = fits_none if because == "nothing fits" else f"plans that use all of them are bound by {because}"
             _LOG.info("%s: %r leaves %s, since %s", self._timer.what, priced.plan, idle, why)
-        # The next process begins without graphs.
-        if not self._replanner.is_settled or any(layer.has_graphs for layer in self._layers):
+        if not self._replanner.is_settled:
             return
-        settled = CachedPlan(priced.plan, frozenset(self._replanner.slower))
-        if settled != self._kept:
-            self._kept = settled
-            self._cache.save(settled)
+        settled = KeptPlan(priced.plan, frozenset(self._replanner.slower))
+        if settled != self._latest:
+            self._latest = settled
+            self._kept.keep_plan(settled, by_graphs=self._has_graphs)
 
     def promised_ms(self, plan: Plan) -> float | None:
         """Return the predicted time of a call; None while costs are guessed, or if this plan is not in use."""
@@ -194,13 +202,28 @@ class PlanInUse:
             self._tell(first.plan, before, "memory")
 
     def reprice(self, guesses: Sequence[LayerCost], limits: Limits) -> None:
-        """Take what calls cost that are launched otherwise from now on, and begin anew with the plan in use."""
+        """Take what calls cost that are launched otherwise from now on, and begin anew.
+
+        With the plan in use, unless it does not fit, or another one is clearly faster by what is known.
+        """
+        had_graphs = self._has_graphs
         self._problem, before = (tuple(guesses), limits), self._replanner.in_use.plan
         self._layers, self._limits, first = self._first()
         self._stored, self._is_outdated = None, False
-        fits = any(self._with(before, guesses, choice).fits for choice in memory_splits(guesses, limits))
-        self._replanner.restart(None if fits else first)
-        self._tell(self._replanner.in_use.plan, before, "memory")
+        if self._has_graphs != had_graphs:
+            self._stored, self._latest = self._kept.plan(by_graphs=self._has_graphs), None
+        begun = self._kept_on(before, first)
+        self._replanner.restart(begun)
+        self._tell(begun.plan, before, "launching")
+
+    def _kept_on(self, plan: Plan, first: PricedPlan) -> PricedPlan:
+        """Return `plan` as it is priced now, if it fits and `first` is not clearly faster; else `first`."""
+        for choice in memory_splits(self._layers, self._problem[1]):
+            priced = self._with(plan, *self._known(self._layers, choice))
+            if priced.fits and self._alone_ms(first) > (1 - _GAIN) * self._alone_ms(priced):
+                self._limits = choice
+                return priced
+        return first
 
     def fitting(self, guesses: Sequence[LayerCost], limits: Limits) -> PricedPlan | None:
         """Return the plan that a short search finds for costs that are not those in use; None if none fits."""

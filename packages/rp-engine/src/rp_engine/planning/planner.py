@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 import rp_sched
-from rp_sched import Launching, LayerCost, Limits, Mode, Plan, Task, counts_of, fastest_count
+from rp_sched import NOT_KEPT, Launching, LayerCost, Limits, Mode, NotKept, Plan, Task, counts_of, fastest_count
 from rp_state.model_state import ModelState
 from rp_telemetry.calls.call_log import CallLog
 from rp_telemetry.calls.call_span import CallSpan
@@ -24,7 +24,7 @@ from rp_engine.device.memory.weight_cache import WeightCache
 from rp_engine.planning.adaptive import PlanInUse
 from rp_engine.planning.footprint import Footprint, resident_bytes
 from rp_engine.planning.guesses import at_most, guessed_cost, in_real_time, may_write, slowest_gb_s
-from rp_engine.planning.plan_cache import NO_PLAN_CACHE, PlanCache
+from rp_engine.planning.plan_cache import kept_calls
 from rp_engine.planning.pricing import Pricing
 from rp_engine.planning.with_state import assign_layers, stateful_tasks
 from rp_engine.runtime.runtime import Runtime
@@ -48,7 +48,8 @@ class Planner:
 
     Plans and measurements are kept until the model's blocks change. `size`: of a call.
     `has_room_for_pairs`: whether host memory suffices if two tasks of a call add to each gradient. `graphable`:
-    the layers that graphs could launch in calls of a mode, as far as was seen of them.
+    the layers that graphs could launch in calls of a mode, as far as was seen of them. `is_compiled`: whether
+    devices run compiled layers.
     """
 
     def __init__(
@@ -58,8 +59,11 @@ class Planner:
         runtime: Runtime,
         has_room_for_pairs: Callable[[], bool],
         graphable: Callable[[Mode], frozenset[int]],
+        *,
+        is_compiled: bool,
     ) -> None:
         self._name = name
+        self._is_compiled = is_compiled
         self._has_room_for_pairs = has_room_for_pairs
         self._graphable = graphable
         self._state = state
@@ -105,7 +109,7 @@ class Planner:
         if not timer.watches_next() or (is_given and not timer.VERBOSE):
             return None
         self._forget_raised_peaks()
-        replayed = frozenset[int]() if timer.is_young() else self.launching.layers_of_call(mode, size.microbatches)
+        replayed = self.launching.layers_of_call(mode, size.microbatches)
         # A CPU device computes on the thread that launches, so launching cannot be measured separately.
         launches = None if self._on_host or replayed else Launches()
         times = LayerTimes(
@@ -190,15 +194,16 @@ class Planner:
 
         Raises `rp_sched.SchedError` (a `ValueError`) for a user's plan that does not fit the model or the call.
         """
+        launch, may_replay = config.launch or "auto", config.recompute_grain != "layer"
+        timer, settled = self._timer(mode, size.microbatches), partial(self._settled, mode, size)
+        self.launching.meet(launch, mode, size.microbatches, timer, settled, may_replay=may_replay)
         tasks = self._dealt(config, mode, size)
         self._runtime.next_device = (tasks[-1].device + 1) % len(self._runtime.lanes)
         # Below the lowest trained layer nothing needs gradients.
         lowest = 0 if input_grads else self._state.first_trainable()
         kept = tuple(_from(lowest, task) for task in tasks if not task.recomputes or task.layers.stop > lowest)
-        timer, may_replay = self._timer(mode, size.microbatches), config.recompute_grain != "layer"
         missing = partial(self._missing_bytes, mode, size, kept, is_planned=config.is_planned)
-        launch = config.launch or "auto"
-        self.launching.choose(launch, mode, size.microbatches, kept, missing, timer, may_replay=may_replay)
+        self.launching.choose(launch, mode, size.microbatches, kept, missing, may_replay=may_replay)
         self.footprint.graphed = self.launching.graphed
         self._predict(mode, size, kept)
         return kept
@@ -328,7 +333,7 @@ class Planner:
         graphs = layers, self.footprint.graphed
         state = self.footprint.version, self.footprint.num_shortages, graphs
         if key not in self._plans:
-            plan = self._new_plan(mode, size.microbatches, rows)
+            plan = self._new_plan(mode, size)
         else:
             (version, shortages, before), plan = self._plans[key]
             if version != self.footprint.version:
@@ -398,9 +403,9 @@ class Planner:
         assert budget is not None
         return [at_most(cost, budget) for cost in costs], limits
 
-    def _new_plan(self, mode: Mode, microbatches: int, rows: int) -> PlanInUse:
+    def _new_plan(self, mode: Mode, size: CallSize) -> PlanInUse:
+        microbatches, rows = size.microbatches, _rounded_up(size.rows)
         timer = self._timer(mode, microbatches)
-        facts = {"mode": mode, "microbatches": microbatches, "rows": rows if self._sees_memory else 0}
         return PlanInUse(
             timer,
             *self._problem(mode, rows, self.launching.layers(mode, microbatches)),
@@ -410,8 +415,16 @@ class Planner:
             priced=partial(self.pricing.priced, timer),
             # On CPU devices a search takes cores from calls, and their times say little of the next process.
             search_ms=0.0 if self._on_host else _SEARCH_MS,
-            cache=NO_PLAN_CACHE if self._on_host else PlanCache.of(self._name, self._state, self._runtime, facts),
+            kept=self._settled(mode, size),
         )
+
+    def _settled(self, mode: Mode, size: CallSize) -> NotKept:
+        """Return what calls of this size have settled for, in earlier processes and in this one."""
+        if self._on_host:
+            return NOT_KEPT
+        rows = _rounded_up(size.rows) if self._sees_memory else 0
+        more = {"rows": rows, "compiled": self._is_compiled}
+        return kept_calls(self._name, self._state, self._runtime, mode, size.microbatches, more)
 
     def _caution(self, mode: Mode, rows: int) -> float:
         """Return the factor by which layers may keep more than estimated of a microbatch of `rows`."""

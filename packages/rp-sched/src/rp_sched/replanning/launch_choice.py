@@ -9,6 +9,7 @@ from typing import Protocol
 
 from rp_sched.problem.tasks import Task
 from rp_sched.replanning.estimator import Estimator
+from rp_sched.replanning.kept import NOT_KEPT, KeptLaunch, NotKept
 
 _LOG = logging.getLogger(__name__)
 # Graphs are tried where launching takes at least this part of what devices take. Devices are timed while they are
@@ -27,6 +28,8 @@ GRAPH_GAIN = 0.02
 """The part of a call's time that graphs have to save."""
 # The latest calls that count, as for plans.
 _WINDOW = 8
+# What an earlier process has measured is believed if calls take the same but for this part.
+_SAME = 0.1
 # They are given up after so many calls in which none was launched.
 _PATIENCE = 32
 # Calls count under one plan; under any once so many plans came too early for that.
@@ -156,17 +159,21 @@ class LaunchChoice:
     """Decides for calls of one kind, as often as what it depends on changes.
 
     `decision`: None until the first nine calls are measured, and some after these for graphs to be compared with;
-    also on devices that have no choice. `layers`: those that graphs launch; empty: none.
+    also on devices that have no choice. `layers`: those that graphs launch; empty: none. `kept`: what an earlier
+    process has settled for, which is begun with. It is checked: if calls take other times, it counts no longer.
 
     Graphs are tried where launching bounds a call and there is memory for them. They stay if calls were faster, or
     if `is_timed` is false: then nobody notes how long calls take.
     """
 
-    def __init__(self, measured: MeasuredCalls, *, is_timed: bool = True) -> None:
+    def __init__(self, measured: MeasuredCalls, *, is_timed: bool = True, kept: NotKept = NOT_KEPT) -> None:
         self.decision: LaunchDecision | None = None
         self.layers: frozenset[int] = frozenset()
         self._measured = measured
         self._is_timed = is_timed
+        self._kept = kept
+        # What an earlier process has settled for, until it is checked.
+        self._before: KeptLaunch | None = None
         self._asked: Hashable = None
         self._num_drifts = measured.num_drifts
         # Calls have shown whether graphs gain, for layers as they are.
@@ -177,6 +184,14 @@ class LaunchChoice:
         self._ms: dict[bool, deque[float]] = {}
         self._num_plans = self._idle_calls = 0
         self._forget_calls()
+        if is_timed and (before := kept.launch()) is not None:
+            self._begin_with(before)
+
+    def _begin_with(self, before: KeptLaunch) -> None:
+        self._before, self.layers = before, before.layers
+        self.decision = LaunchDecision(before.by_graphs, f"in an earlier process {before}")
+        self._measured.launch_by_graphs(before.by_graphs)
+        _LOG.info("%s: launch %s", self._measured.what, self.decision)
 
     @property
     def by_graphs(self) -> bool:
@@ -186,16 +201,18 @@ class LaunchChoice:
     def decide(self, question: LaunchQuestion) -> None:
         """Decide how the next call is launched; a change is one line in the log."""
         if self._measured.num_drifts != self._num_drifts:
-            self._num_drifts, self._is_judged = self._measured.num_drifts, False
+            self._num_drifts, self._is_judged, self._before = self._measured.num_drifts, False, None
             self._forget_calls()
         before, self._plan = self._plan, question.plan
         if before not in (None, self._plan) and self._num_plans < _PLANS:
             self._num_plans += 1
             # Calls by Python that graphs are compared with were under the plan that was best for these.
             self._ms[self.by_graphs].clear()
+        self._check_before()
         self._judge()
-        if not self._is_judged and self._has_news():
+        if not self._is_judged and self._before is None and self._has_news():
             self._predict(question)
+        self._measured.launch_by_graphs(self.by_graphs)
 
     def note(self, call_ms: float, *, replayed: bool, is_measured: bool = False) -> None:
         """Note how long a call took. `replayed`: graphs launched some of it; `is_measured`: its layers were."""
@@ -214,7 +231,7 @@ class LaunchChoice:
         """Note a call that is configured to have no graphs. After some of these there are none to count with."""
         self._idle_calls += 1
         if self.by_graphs and self._idle_calls >= _PATIENCE:
-            self._chose_graphs, self._asked = False, None
+            self._chose_graphs, self._asked, self._before = False, None, None
             self._set(LaunchDecision(False, "configured"), frozenset())
 
     def follow(self, question: LaunchQuestion) -> None:
@@ -226,10 +243,11 @@ class LaunchChoice:
         # Where memory is short, layers run without, and plans should not promise it.
         has_room = self.by_graphs or not (question.missing_bytes(layers) or 0)
         self.decision, self.layers = LaunchDecision(True, "configured"), layers if has_room else frozenset()
+        self._measured.launch_by_graphs(self.by_graphs)
 
     def refuse(self, reason: str) -> None:
         """Launch by Python from now on, until layers take other times."""
-        self._is_judged, self._chose_graphs = True, False
+        self._is_judged, self._chose_graphs, self._before = True, False, None
         self._set(LaunchDecision(False, reason), frozenset())
 
     def _has_news(self) -> bool:
@@ -249,24 +267,38 @@ class LaunchChoice:
         """Whether there are calls by Python to compare graphs with."""
         return not self._is_timed or len(self._ms[False]) >= _TRIAL
 
+    def _check_before(self) -> None:
+        """Once calls are timed, believe what an earlier process has measured if they take what they took there."""
+        before = self._before
+        if before is None or len(self._ms[before.by_graphs]) < _TRIAL:
+            return
+        self._before = None
+        if abs(median(self._ms[before.by_graphs]) - before.ms) > _SAME * before.ms:
+            self._asked = None
+        elif before.by_graphs:
+            self._ms[False].extend([before.eager_ms] * _TRIAL)
+        else:
+            self._is_judged = True
+
     def _judge(self) -> None:
         """Go back to Python if calls by graphs were no faster, if there were none, or none by Python before."""
         if not self.by_graphs or self._is_judged:
             return
         by_graphs = self._ms[True]
-        if not self._has_base:
+        if not self._has_base and self._before is None:
             self._asked = None
             self._set(LaunchDecision(False, "calls without graphs are to be timed first"), frozenset())
         elif self._idle_calls >= _PATIENCE:
             self.refuse(f"graphs launched nothing in {_PATIENCE} calls")
         elif len(by_graphs) >= _TRIAL:
-            before, now = median(self._ms[False]), median(by_graphs)
-            took = f"calls took {now:.0f} ms by graphs and {before:.0f} ms without"
-            if now > (1 - GRAPH_GAIN) * before:
-                self.refuse(took)
+            found = KeptLaunch(self.layers, graphs_ms=median(by_graphs), eager_ms=median(self._ms[False]))
+            if found.graphs_ms > (1 - GRAPH_GAIN) * found.eager_ms:
+                found = replace(found, layers=frozenset())
+                self.refuse(str(found))
             else:
                 self._is_judged = True
-                self._set(LaunchDecision(True, took), self.layers)
+                self._set(LaunchDecision(True, str(found)), self.layers)
+            self._kept.keep_launch(found)
 
     def _predict(self, question: LaunchQuestion) -> None:
         layers = question.replayable()

@@ -6,6 +6,7 @@ from typing import Literal
 
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.tasks import Task
+from rp_sched.replanning.kept import NOT_KEPT, NotKept
 from rp_sched.replanning.launch_choice import LaunchChoice, LaunchDecision, LaunchQuestion, MeasuredCalls
 
 Launch = Literal["auto", "graphs", "eager"]
@@ -33,6 +34,24 @@ class Launching:
         self._graphable = graphable
         self._choices: dict[tuple[Mode, int], LaunchChoice] = {}
 
+    def meet(
+        self,
+        launch: Launch,
+        mode: Mode,
+        microbatches: int,
+        measured: MeasuredCalls,
+        kept: Callable[[], NotKept] = lambda: NOT_KEPT,
+        *,
+        may_replay: bool = True,
+    ) -> None:
+        """Note that a call is to be planned: one of a new kind begins as an earlier process has settled for.
+
+        `kept`: asks what is kept of such calls. `may_replay`: whether graphs can launch them at all.
+        """
+        kind = mode, microbatches
+        if kind not in self._choices and launch != "eager" and may_replay and self._may_choose:
+            self._choices[kind] = LaunchChoice(measured, is_timed=mode != "train", kept=kept())
+
     def choose(
         self,
         launch: Launch,
@@ -40,14 +59,13 @@ class Launching:
         microbatches: int,
         tasks: Sequence[Task],
         missing_bytes: Callable[[frozenset[int]], int | None],
-        measured: MeasuredCalls,
         *,
         may_replay: bool = True,
     ) -> None:
-        """Decide how a call is launched; plans count with it from the next one on.
+        """Decide how a call that was met is launched; plans count with it from the next one on.
 
         `missing_bytes`: the device memory that graphs of some layers lack; None if that is not known.
-        `may_replay`: whether graphs can launch such a call at all.
+        `may_replay`: see `meet`.
         """
         if mode != "infer":
             self._trained = mode, microbatches
@@ -55,14 +73,13 @@ class Launching:
         if launch == "eager" or not (may_replay and self._may_choose):
             self._pass_over(mode, microbatches)
             return
-        choice = self._choices.setdefault((mode, microbatches), LaunchChoice(measured, is_timed=mode != "train"))
+        choice = self._choices[mode, microbatches]
         question = LaunchQuestion(tasks, partial(self._graphable, mode), missing_bytes)
         if launch == "graphs":
             choice.follow(question)
         else:
             choice.decide(question)
             self.by_graphs = choice.by_graphs
-        measured.launch_by_graphs(choice.by_graphs)
         self._had_graphs = self._had_graphs or self.by_graphs
         self.graphed |= choice.layers
         self._note_any()
