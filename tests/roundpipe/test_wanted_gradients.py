@@ -74,3 +74,27 @@ def test_gradients_of_some_weights_alone_or_returned_are_refused_and_others_are_
     model.synchronize()
     parts = [each for name, each in net.named_parameters() if name != "scale"]
     assert all(each.grad is None for each in parts)
+
+
+def test_masters_which_no_loss_depends_on_are_refused_in_backward_and_grad(made: Any) -> None:
+    net, model, _ = made
+    masters = list(model.optim_parameters())
+
+    with pytest.raises(RoundPipeError, match=r"names optim_parameters\(\) of model 'mine.*model\.model\.param"):
+        square_error(model(X), Y).backward(inputs=masters)
+    with pytest.raises(RoundPipeError, match=r"autograd\.grad was asked for gradients of weights of model 'mine"):
+        torch.autograd.grad(square_error(model(X), Y), masters, allow_unused=True)
+
+    model.synchronize()
+    assert all(each.grad is None for each in (*net.parameters(), *masters))
+
+
+def test_a_backward_that_names_the_weights_may_name_their_masters_too(made: Any) -> None:
+    net, model, truth = made
+    masters = list(model.optim_parameters())
+
+    square_error(model(X), Y).backward(inputs=[*trained(net), *masters])
+    square_error(truth(X), Y).backward()
+    model.synchronize()
+
+    assert_near(gradients(net), gradients(truth))

@@ -171,7 +171,8 @@ class Engine:
             launch = partial(self._backward, run, own, config, outputs, grads, streams, version, shared)
             return self._runtime.launch(partial(shared.end, number, launch))
 
-        weights = TrainedWeights(self._name, self.host.state.trainable_tensors())
+        state = self.host.state
+        weights = TrainedWeights(self._name, state.trainable_tensors(), state.masters)
         return self._returned(connect(outputs, batch.inputs, run_backward, weights), outputs, batch, config)
 
     def _forward(

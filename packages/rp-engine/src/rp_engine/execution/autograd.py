@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rp_batch
@@ -59,33 +59,44 @@ class _Node(torch.autograd.Function):
 class TrainedWeights:
     """The parameters that a call trains, as autograd knows them. `name`: the model's.
 
-    A gradient that is wanted of some alone, or that is to be returned, cannot come from devices, which add those
-    of all parameters to what they have.
+    `masters`: of those that have one, which no graph depends on. A gradient that is wanted of some alone, or that
+    is to be returned, cannot come from devices, which add those of all parameters to what they have.
     """
 
-    def __init__(self, name: str, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, name: str, parameters: Sequence[torch.Tensor], masters: Mapping[torch.Tensor, torch.Tensor]
+    ) -> None:
         self._name = name
-        self.parameters = [each for each in parameters if each.requires_grad and each.is_leaf]
+        trained = [each for each in parameters if each.requires_grad and each.is_leaf]
+        self._num_trained = len(trained)
+        self.leaves = [*trained, *(masters[each] for each in trained if each in masters)]
 
     def are_wanted(self, anchored: Any) -> bool:
         """Return whether a backward pass wants their gradients. `anchored`: the node of `_Anchor`, which it runs.
 
-        Raises `RoundPipeError` if it wants some alone, or wants them returned.
+        Raises `RoundPipeError` if it wants some alone, or those of masters, or wants them returned.
         """
         own, *nodes = (node for node, _ in anchored.next_functions)
         # Nobody else has that leaf: a pass that reaches it was given no inputs, and wants all.
         if _is_wanted(own):
             return True
         try:
-            wanted = sum(map(_is_wanted, nodes))
+            wanted, of_masters = (
+                sum(map(_is_wanted, some)) for some in (nodes[: self._num_trained], nodes[self._num_trained :])
+            )
         except RuntimeError:
             raise RoundPipeError(
                 f"torch.autograd.grad was asked for gradients of weights of model {self._name!r}, which it cannot "
                 "return: call backward(), then synchronize(), and read .grad of the parameters"
             ) from None
-        if 0 < wanted < len(nodes):
+        if of_masters > wanted:
             raise RoundPipeError(
-                f"backward(inputs=...) names {wanted} of {len(nodes)} weights that model {self._name!r} trains, "
+                f"backward(inputs=...) names optim_parameters() of model {self._name!r}, which its loss does not "
+                "depend on: name the model's own, as in backward(inputs=list(model.model.parameters()))"
+            )
+        if 0 < wanted < self._num_trained:
+            raise RoundPipeError(
+                f"backward(inputs=...) names {wanted} of {self._num_trained} weights that model {self._name!r} trains, "
                 "but their gradients come together: name all, or none, or freeze the others "
                 "(requires_grad_(False)) before the forward"
             )
@@ -98,7 +109,7 @@ def _is_wanted(node: Any) -> bool:
 
 
 class _Anchor(torch.autograd.Function):
-    """An empty tensor that depends on a leaf of its own and on the weights, which get nothing through it."""
+    """An empty tensor that depends on a leaf of its own, and on weights and masters, which get nothing through it."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
@@ -187,5 +198,5 @@ def _joined(
     anchor = torch.empty(0, requires_grad=True, device="cpu")
     tie = _Tie.apply(anchor, *inputs)
     # Wrapped: it is no input of the node, whose backward would run on to it.
-    anchored = _Anchor.apply(anchor, *weights.parameters)
+    anchored = _Anchor.apply(anchor, *weights.leaves)
     return _Node.apply(backward, outputs, lambda: tie, weights, anchored, *inputs)
