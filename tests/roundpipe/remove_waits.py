@@ -149,6 +149,12 @@ WAITS = [
         "gradients wait until a step has read those whose memory they take",
     ),
     Wait("execution/run.py", "event.synchronize()", "the caller reads results when they have come"),
+    Wait(
+        "execution/run.py",
+        "                    self._await_buffers()",
+        "a call returns when what its layers have written is in their buffers",
+        "                    pass",
+    ),
     Wait("execution/run.py", "self._await_all()", "random layers are done when the call returns"),
     Wait(
         "execution/run.py",

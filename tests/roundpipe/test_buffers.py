@@ -144,6 +144,34 @@ def test_buffers_written_by_the_user_are_read_by_the_next_call(runtime: Runtime)
 
 
 @pytest.mark.usefixtures("samples_first")
+@pytest.mark.parametrize("name", ["all fused", "one layer a stage"])
+def test_a_call_returns_once_its_layers_buffers_are_there_to_read_and_to_write(
+    runtime: Runtime, name: str
+) -> None:
+    row = buffered_row()
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=plans(5, 2)[name])
+    model = RoundPipe(row, runtime=runtime, model_run_config=config)
+    inputs, labels = batch(6)
+    found: list[float] = []
+
+    for _ in range(2):
+        model.forward_backward((inputs,), label=labels, loss_fn=square_error)
+        found.append(row[2].calls.item())
+        row[2].calls.zero_()
+        with torch.no_grad():
+            model(inputs)
+        found.append(row[2].calls.item())
+        row[2].calls.add_(5)
+        model(inputs).sum().backward()
+        found.append(row[2].calls.item())
+        row[2].calls.zero_()
+    model.synchronize()
+
+    assert found == [2, 2, 9, 2, 2, 9]
+    assert row[2].calls == 0
+
+
+@pytest.mark.usefixtures("samples_first")
 def test_a_batch_norm_that_was_first_evaluated_writes_its_statistics_when_it_trains(runtime: Runtime) -> None:
     layers = buffered_row()
     truth = twin(layers)

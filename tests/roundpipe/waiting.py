@@ -997,6 +997,16 @@ def what_is_saved_has_the_buffers_of_the_calls_before() -> None:
             same(found[name], value)
 
 
+def buffers_are_read_once_a_call_has_returned() -> None:
+    """Code reads buffers that a call's layers have written."""
+    ours, theirs = layers(), layers()
+    with Runtime("cpu:2") as runtime:
+        call(wrap(ours, runtime, STAGED), 0)
+        plain(theirs, 0)
+        for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
+            same(mine, other)
+
+
 def state_dicts_have_the_buffers_of_the_calls_before() -> None:
     """A state dict has what layers have written to their buffers, which may still be on its way."""
     ours, theirs = layers(), layers()
@@ -1245,6 +1255,7 @@ SCENARIOS: list[Callable[[], None]] = [
     layers_pass_the_memory_of_gradients_on,
     syncing_waits_for_steps,
     what_is_saved_has_the_buffers_of_the_calls_before,
+    buffers_are_read_once_a_call_has_returned,
     state_dicts_have_the_buffers_of_the_calls_before,
     lambda: machines_wait_for_each_other(double_buffer=False, is_async=False),
     lambda: machines_wait_for_each_other(double_buffer=True, is_async=True),

@@ -111,6 +111,11 @@ class Block:
         return not self.is_persistent and not self.counts_writes and self.writes is False
 
     @property
+    def is_written_by_layers(self) -> bool:
+        """Whether a layer was seen to write these buffers."""
+        return bool(self.writes) or self.counts_writes
+
+    @property
     def passes_gradients_on(self) -> bool:
         """Whether another block uses the memory of its gradients once a step has read them."""
         return self.gradient.memory.passes_on

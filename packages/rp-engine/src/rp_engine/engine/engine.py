@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import rp_batch
 import torch
 from rp_sched import LaunchDecision, LayerCost, Mode, Plan
+from rp_state.grad_attribute.wanted import TrainedWeights
 from rp_state.options import HostOptions
 from rp_telemetry.calls.call_time import CallTime
 from rp_telemetry.tracing import in_call
@@ -23,7 +24,7 @@ from rp_engine.engine.runs import Runs, warn_of_shortages
 from rp_engine.engine.shared_results import SharedResults, refuse_divided, refuse_in_parts
 from rp_engine.engine.step_during import NO_STEP, NoStep
 from rp_engine.errors import RoundPipeError
-from rp_engine.execution.autograd import Gradients, TrainedWeights, connect
+from rp_engine.execution.autograd import Gradients, connect
 from rp_engine.execution.batch import Batch
 from rp_engine.execution.call import LossFn, Streams
 from rp_engine.execution.losses import Losses

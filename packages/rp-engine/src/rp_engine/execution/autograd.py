@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import rp_batch
 import torch
+from rp_state.grad_attribute.wanted import TrainedWeights, is_wanted
 
 from rp_engine.device.packet import Packet
-from rp_engine.errors import DifferentiatedTwice, RoundPipeError
+from rp_engine.errors import DifferentiatedTwice
 
 Gradients = Sequence[torch.Tensor | None]
 # Takes the gradients of all outputs that require grad, and whether the caller wants those of the weights, too.
@@ -47,7 +48,7 @@ class _Node(torch.autograd.Function):
         ctx: Any, *grads: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         # Not so in ``torch.autograd.grad(loss, inputs)`` and ``loss.backward(inputs=...)``.
-        for_weights = _is_wanted(ctx.anchored) and ctx.weights.are_wanted(ctx.anchored)
+        for_weights = is_wanted(ctx.anchored) and ctx.weights.are_wanted(ctx.anchored)
         with torch.no_grad():
             found = ctx.launch_backward(grads, for_weights)
         # Grad mode is on only under ``create_graph=True``.
@@ -56,60 +57,8 @@ class _Node(torch.autograd.Function):
         return (None, None, None, None, None, *found)
 
 
-class TrainedWeights:
-    """The parameters that a call trains, as autograd knows them. `name`: the model's.
-
-    `masters`: of those that have one, which no graph depends on. A gradient that is wanted of some alone, or that
-    is to be returned, cannot come from devices, which add those of all parameters to what they have.
-    """
-
-    def __init__(
-        self, name: str, parameters: Sequence[torch.Tensor], masters: Mapping[torch.Tensor, torch.Tensor]
-    ) -> None:
-        self._name = name
-        trained = [each for each in parameters if each.requires_grad and each.is_leaf]
-        self._num_trained = len(trained)
-        self.leaves = [*trained, *(masters[each] for each in trained if each in masters)]
-
-    def are_wanted(self, anchored: Any) -> bool:
-        """Return whether a backward pass wants their gradients. `anchored`: the node of `_Anchor`, which it runs.
-
-        Raises `RoundPipeError` if it wants some alone, or those of masters, or wants them returned.
-        """
-        own, *nodes = (node for node, _ in anchored.next_functions)
-        # Nobody else has that leaf: a pass that reaches it was given no inputs, and wants all.
-        if _is_wanted(own):
-            return True
-        try:
-            wanted, of_masters = (
-                sum(map(_is_wanted, some)) for some in (nodes[: self._num_trained], nodes[self._num_trained :])
-            )
-        except RuntimeError:
-            raise RoundPipeError(
-                f"torch.autograd.grad was asked for gradients of weights of model {self._name!r}, which it cannot "
-                "return: call backward(), then synchronize(), and read .grad of the parameters"
-            ) from None
-        if of_masters > wanted:
-            raise RoundPipeError(
-                f"backward(inputs=...) names optim_parameters() of model {self._name!r}, which its loss does not "
-                "depend on: name the model's own, as in backward(inputs=list(model.model.parameters()))"
-            )
-        if 0 < wanted < self._num_trained:
-            raise RoundPipeError(
-                f"backward(inputs=...) names {wanted} of {self._num_trained} weights that model {self._name!r} trains, "
-                "but their gradients come together: name all, or none, or freeze the others "
-                "(requires_grad_(False)) before the forward"
-            )
-        return True
-
-
-def _is_wanted(node: Any) -> bool:
-    # As torch's `register_multi_grad_hook` asks.
-    return torch._C._will_engine_execute_node(node)  # pyright: ignore[reportPrivateUsage]
-
-
 class _Anchor(torch.autograd.Function):
-    """An empty tensor that depends on a leaf of its own, and on weights and masters, which get nothing through it."""
+    """An empty tensor that depends on a leaf of its own, weights and masters, which get nothing through it."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:

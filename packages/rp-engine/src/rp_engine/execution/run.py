@@ -42,7 +42,7 @@ from rp_engine.runtime.lane import Lane
 from rp_engine.runtime.late_errors import UnreportedError
 from rp_engine.runtime.launcher import wait_until
 from rp_engine.runtime.runtime import Runtime
-from rp_engine.runtime.tickets import taking_tickets
+from rp_engine.runtime.tickets import own_turn, taking_tickets
 
 
 class Run:
@@ -306,7 +306,8 @@ class Run:
     def _collect(self, slots: Sequence[Slot], *, wait: bool = True) -> list[Packet]:
         """Take the packets of `slots`; call it on the launcher's thread.
 
-        With `wait`, the packets are readable on return, otherwise after their events. Raises the run's first
+        With `wait`, the packets are readable on return, and buffers have what layers have written; otherwise the
+        packets are readable after their events. Raises the run's first
         error, after all its tasks have ended. An interrupt of the caller counts as an error of the run.
         """
         try:
@@ -316,6 +317,8 @@ class Run:
                     for event in packet.events:
                         event.synchronize()
                     self._runtime.backend.host_touch(read=packet.tensors(), what="results")
+                if wait:
+                    self._await_buffers()
             if self.call.randomness is not None and self.call.randomness.uses_generators():
                 # The caller uses the same generators: no task may use them after the call has returned.
                 self._await_all()
@@ -327,6 +330,13 @@ class Run:
         # Outside the except blocks, which would overwrite the `__context__` of the run's own error.
         self.finish()
         raise AssertionError("an aborted run has an error")
+
+    def _await_buffers(self) -> None:
+        # Code between calls reads and writes buffers as in plain PyTorch.
+        for block in self.call.state.blocks:
+            if block.is_written_by_layers:
+                with own_turn(block.turns, write=False):
+                    self._runtime.backend.host_touch(read=block.host_tensors(), what="buffers")
 
     def _await_all(self) -> None:
         for outcomes in (self._outcomes, self._deliveries):
