@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from plain import batch, mlp, square_error
-from roundpipe import RoundPipe, Runtime, TrainingWarning, save_checkpoint
+from plain import PATIENCE_S, assert_near, batch, gradients, mlp, plans, square_error, train_call, twin
+from roundpipe import RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime, TrainingWarning, save_checkpoint
 from roundpipe import optim as optimizers
 from roundpipe import wrap_model_to_roundpipe as wrap
 from rp_engine.engine import whole_model
@@ -320,3 +320,72 @@ def test_writes_past_counters_count_outside_of_parts_and_where_layers_are_frozen
 
     for found, wanted in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+class Dammed(torch.autograd.Function):
+    """Its backward waits until somebody opens."""
+
+    opened = threading.Event()
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        del ctx
+        assert Dammed.opened.wait(PATIENCE_S)
+        return grads[0]
+
+
+class Dam(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Dammed.apply(x)
+
+
+def dammed(runtime: Runtime, name: str) -> tuple[nn.Sequential, RoundPipe]:
+    """A row whose first weight is frozen, and whose backward gets no further than its third layer until opened."""
+    Dammed.opened.clear()
+    layers = mlp()
+    layers[0].weight.requires_grad_(False)
+    layers[3] = Dam()
+    config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plans(5, 1)[name])
+    return layers, RoundPipe(layers, runtime=runtime, model_run_config=config)
+
+
+@pytest.mark.parametrize("place", ["0.weight", "0.bias", "2.weight"])
+def test_weights_that_are_written_while_a_backward_still_reads_them_are_an_error(two: Runtime, place: str) -> None:
+    layers, model = dammed(two, "one layer a stage")
+    inputs, label = batch(6)
+
+    model.forward_backward((inputs,), label=label, loss_fn=square_error)
+    quarter(layers.get_parameter(place))
+    Dammed.opened.set()
+
+    with pytest.raises(
+        RoundPipeError, match=rf"weights of layer {place[0]} were written while the backward .* read"
+    ):
+        model.synchronize()
+    model.zero_grad()
+    model.forward_backward((inputs,), label=label, loss_fn=square_error)
+    model.synchronize()
+    truth = twin(layers)
+    for each in truth.parameters():
+        each.grad = None
+    train_call(truth, inputs, label, microbatches=1)
+    assert_near(gradients(layers), gradients(truth))
+
+
+def test_weights_that_no_backward_reads_any_more_may_be_written(two: Runtime) -> None:
+    layers, model = dammed(two, "all fused")
+    truth = twin(layers)
+    inputs, label = batch(6)
+
+    model.forward_backward((inputs,), label=label, loss_fn=square_error)
+    quarter(layers[0].bias)
+    Dammed.opened.set()
+    model.synchronize()
+
+    train_call(truth, inputs, label, microbatches=1)
+    assert_near(gradients(layers), gradients(truth))

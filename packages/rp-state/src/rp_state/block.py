@@ -77,6 +77,8 @@ class Block:
         self.results = self.host
         self.seen = [tensor._version for tensor in self.tensors]
         self.is_written_unseen = False
+        # How often the engine has raised their version counters.
+        self._own_writes = 0
         self._written: set[int] = set()
         # Those of them that a publication has found.
         self._overtaken: set[int] = set()
@@ -251,6 +253,12 @@ class Block:
                 if id(tensor) in chosen:
                     torch.autograd.graph.increment_version(tensor)
                     self.seen[index] += 1
+                    self._own_writes += 1
+
+    def writes_outside(self) -> int:
+        """Return how often code outside the engine has written its tensors, as their version counters show."""
+        with _VERSIONS:
+            return sum(tensor._version for tensor in self.tensors) - self._own_writes
 
     def changed_outside(self, *, samples: bool = False) -> list[int]:
         """Return the indices of the tensors that code outside the engine has written since the last such call.

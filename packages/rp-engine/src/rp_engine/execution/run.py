@@ -26,7 +26,7 @@ from rp_engine.device.packet import Packet, Slot
 from rp_engine.device.replica import Twins
 from rp_engine.device.transfers import Delivery
 from rp_engine.device.weights import UploadContext, Weights
-from rp_engine.errors import add_note, class_name, in_words
+from rp_engine.errors import RoundPipeError, add_note, class_name, in_words
 from rp_engine.execution.batch import Batch
 from rp_engine.execution.call import Call, Streams
 from rp_engine.execution.caller_slots import CallerSlots
@@ -85,6 +85,8 @@ class Run:
         self._has_delivered = False
         self._exchange = Exchange()
         self._exchange.expect_tasks(call, self.tasks)
+        # Of blocks that backward tasks read after the call has returned, how often code outside had written them.
+        self._writes: dict[Block, int] = {}
         self._caller = CallerSlots(call, batch, runtime.backend, self._exchange)
         self._caller.put_batch()
 
@@ -186,6 +188,7 @@ class Run:
         # Those of backward tasks, too: what changes in a layer between forward and backward belongs to neither.
         for task in self.tasks:
             self._twins[task.device].ensure(task.layers)
+        self._writes = {block: block.writes_outside() for block in self._turns.read_late(tasks)}
         jobs: deque[tuple[Lane, TaskJob]] = deque()
         try:
             jobs.extend(self._prepare(task, times) for task in tasks)
@@ -243,12 +246,23 @@ class Run:
         try:
             if self._may_deliver():
                 delivery.run()
+                self._refuse_written(delivery)
         except BaseException as error:
             self.abort(error, where)
             delivery.abandon()
         finally:
             delivery.leave()
             self.note_end()
+
+    def _refuse_written(self, delivery: Delivery) -> None:
+        layers = {layer for block, *_ in delivery.sums for layer in block.users}
+        for block in {block for layer in layers for block in self.call.state.layers[layer].blocks}:
+            if block.writes_outside() != self._writes.get(block, block.writes_outside()):
+                raise RoundPipeError(
+                    f"weights of {block} were written while the backward of a call still read them, so its "
+                    "gradients are those of no weights; call model.synchronize() before you write weights, or "
+                    "write them after a synchronous step. Drop these gradients (zero_grad; reset after a step)"
+                )
 
     def _may_deliver(self) -> bool:
         with self._lock:

@@ -47,6 +47,11 @@ class CallTurns:
                 self.of_step[block] = take(block.gradient.turns, write=True)
         return turns
 
+    def read_late(self, tasks: Sequence[Task]) -> list[Block]:
+        """Return the weights that tasks read after the call may have returned: those of backward tasks."""
+        late = (task for task in tasks if task.adds_gradients and not task.runs_forward)
+        return [block for task in late for block in self._blocks_of(task) if block.kind != "buffer"]
+
     def take_step(self, tasks: Sequence[Task]) -> None:
         """Take the step's other turns: a block that several tasks add to is complete at the end of the last."""
         order: dict[Block, None] = {}
