@@ -95,3 +95,40 @@ def test_a_write_that_begins_later_is_refused_too(
 
     with pytest.raises(TypeError, match=f"layer 1 {WRITES[write]}"):
         any(map(call, range(4)))
+
+
+class Late(nn.Module):
+    """Writes a buffer past its version counter, and counts its calls in another one, once that has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if HAS_BEGUN[0]:
+            self.calls += 1
+            self.seen.data.copy_(x.detach()[0])
+        return self.linear(x)
+
+
+def test_a_buffer_that_is_written_past_its_counter_later_is_refused_by_name(
+    two: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rp_engine.engine.runs._COMPARED_EACH", 4)
+    monkeypatch.setattr(f"{__name__}.HAS_BEGUN", [False])
+    layers = nn.Sequential(nn.Identity(), Late(), nn.Linear(4, 3))
+    model = RoundPipe(layers, runtime=two, model_run_config=TWO)
+
+    def call(_: int = 0) -> None:
+        model.forward_backward((X,), label=Y, loss_fn=square_error)
+        model.synchronize()
+
+    for _ in range(4):
+        call()
+    HAS_BEGUN[0] = True
+
+    with pytest.raises(TypeError, match=r"layer 1 \(Late\) wrote its buffer 'seen' past .* self\.seen\.copy_"):
+        any(map(call, range(4)))
+    assert layers[1].calls > 0

@@ -90,10 +90,10 @@ class Recomputed:
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """Whether a layer has written its parameters: `packet` has a number for each of `names`, 0 for no."""
+    """Whether a layer has written what it must not: `packet` has a number for each of `words`, 0 for no."""
 
     layer: int
-    names: Sequence[str]
+    words: Sequence[str]
     packet: Packet
 
 

@@ -18,18 +18,28 @@ from rp_engine.device.packet import Packet, Slot
 from rp_engine.device.weights import Weights
 from rp_engine.errors import AloneOnly, RoundPipeError
 from rp_engine.execution.call import Call
+from rp_engine.execution.effects.sampled_comparison import SampledComparison
 from rp_engine.execution.shortage.task_slots import TaskSlots
 
 
 class LayerBuffers:
     """Runs layers that have buffers, and keeps what these were before a microbatch that is recomputed."""
 
-    def __init__(self, call: Call, task: Task, weights: Weights, copier: PacketCopier, slots: TaskSlots) -> None:
+    def __init__(
+        self,
+        call: Call,
+        task: Task,
+        weights: Weights,
+        copier: PacketCopier,
+        slots: TaskSlots,
+        sampled: SampledComparison,
+    ) -> None:
         self._call = call
         self._task = task
         self._weights = weights
         self._copier = copier
         self._exchange = slots
+        self._sampled = sampled
         self._buffered = {layer for layer in task.layers if call.state.layers[layer].has_buffers}
         # By layer: host copy of the buffers that its next microbatch starts from, if they were sent already.
         self._snapshots: dict[int, Packet] = {}
@@ -81,6 +91,9 @@ class LayerBuffers:
             self._refuse_divided(layer)
             self._refuse_torn(block)
             self._refuse_shared(layer, block)
+        if self._call.compares and microbatch == 0:
+            for block in [block for block in memories if block not in written]:
+                self._sampled.see_buffers(layer, block, before[block], memories[block])
         self._keep(layer, microbatch, written, list(before.values()))
         return output
 

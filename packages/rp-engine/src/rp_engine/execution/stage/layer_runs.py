@@ -87,9 +87,9 @@ class LayerRuns:
         self._activity = activity
         self._saved_data = SavedData(self._device.torch_device, copier, slots)
         self._boundary = BoundaryChecks(place.call, aliases)
-        self._buffers = LayerBuffers(place.call, task, weights, copier, slots)
         self._facts = {layer: LayerFacts.of(place, task, layer, self._boundary, times) for layer in task.layers}
         self._sampled = SampledComparison(place.call, copier, slots, self._device.torch_device)
+        self._buffers = LayerBuffers(place.call, task, weights, copier, slots, self._sampled)
 
     def run(self, layer: int, microbatch: int, tree: Any, *, recomputes: bool) -> Any:
         """Run a layer whose weights are bound; return its output. `recomputes`: recompute it."""
@@ -122,7 +122,7 @@ class LayerRuns:
         weights = self._twins.weights(layer)
         before = self._sums(weights)
         output = body(run)
-        self._sampled.see_weights(layer, list(weights), self._sums(weights) - before)
+        self._sampled.see_weights(layer, weights, self._sums(weights) - before)
         self._sampled.see(layer, run.microbatch, output, dtype, recomputes=run.recomputes)
         return output
 
