@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +127,50 @@ def test_distributed_checkpoints_hold_one_step_and_load_in_mid_run(tmp_path: Pat
     torch.manual_seed(4)
     assert own.train(2, 4) == wanted
     assert equal(own.weights(), weights)
+
+
+def saved(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[nn.Module], dict[str, torch.Tensor]]] = {
+    "deepcopy": lambda module: copy.deepcopy(module).state_dict(),
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)).state_dict(),
+    "torch.save": lambda module: saved(module).state_dict(),
+    "deepcopy of parameters": lambda module: {
+        name: copy.deepcopy(one).detach() for name, one in module.named_parameters()
+    },
+    "copy of parameters": lambda module: {
+        name: copy.copy(one).detach().clone() for name, one in module.named_parameters()
+    },
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("second", [True, False], ids=["second block", "one block"])
+def test_a_copy_of_the_module_has_the_last_steps_result(two: Runtime, how: str, second: bool) -> None:
+    own = job(two, double_buffer=second)
+    row = own.model.model
+    own.train(0, 2)
+    late(own)
+    own.train(2, 3)
+
+    found = COPIES[how](row)
+
+    own.model.synchronize()
+    assert equal(found, {name: own.model.state_dict()[name] for name in found})
+
+
+def test_a_copy_made_after_the_runtime_was_closed_says_what_it_lacks() -> None:
+    with Runtime("cpu:1") as runtime:
+        own = job(runtime)
+        own.train(0, 2)
+
+    with pytest.warns(UserWarning, match="this copy lags behind the optimizer's parameters; call synchronize"):
+        copy.deepcopy(own.model.model)
 
 
 def llama() -> LlamaForCausalLM:

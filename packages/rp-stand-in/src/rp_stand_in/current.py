@@ -1,4 +1,4 @@
-"""Hooks that make the state dicts of a user's model current: results of steps are published first, or put in."""
+"""State dicts and copies of a user's model are current: results of steps are published first, or put in."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from rp_engine import Runtime
 from rp_engine.errors import AloneOnly
 from rp_errors import warn_user
 from torch import nn
+
+from rp_stand_in.copies import copy_after
 
 _IS_AS_IT_IS: ContextVar[bool] = ContextVar("_IS_AS_IT_IS", default=False)
 
@@ -66,11 +68,26 @@ class PublishFirst:
         elif publisher.is_behind():
             warn_user(
                 f"the runtime of model {publisher.name!r} was closed before the last step was published, so this "
-                "state dict lags behind the optimizer's parameters; call synchronize() before closing it",
+                "copy lags behind the optimizer's parameters; call synchronize() before closing it",
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Nothing, ()
+
+
+class PublishBeforeCopies(PublishFirst):
+    """What is called before parameters are copied. The engine's own threads copy them as they are."""
+
+    def __call__(self, *_: object) -> None:
+        publisher = self._publisher()
+        if publisher is None or not (publisher.runtime.closed or publisher.runtime.may_wait()):
+            return
+        super().__call__()
+        if not publisher.runtime.closed and not publisher.runtime.peers.is_alone and publisher.is_behind():
+            raise AloneOnly(
+                f"a copy of parameters of model {publisher.name!r} would lack the last step's result; call "
+                "synchronize() on all machines first, or copy state_dict()"
+            )
 
 
 class Replace:
@@ -108,7 +125,8 @@ class Nothing:
 
 
 def publish_first(module: nn.Module, publisher: Publisher) -> None:
-    """Let state dicts of this module begin with the publication of what the steps of `publisher` have left."""
+    """Let state dicts and copies of this module begin with publishing what the steps of `publisher` have left."""
+    copy_after(module.parameters(), PublishBeforeCopies(publisher))
     module.register_state_dict_pre_hook(PublishFirst(publisher))  # pyright: ignore[reportUnknownMemberType]
     if not publisher.runtime.peers.is_alone:
         module.register_state_dict_post_hook(Replace(publisher))  # pyright: ignore[reportUnknownMemberType]
