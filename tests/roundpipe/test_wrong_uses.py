@@ -18,6 +18,7 @@ from torch import distributed, fx, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.func import functional_call
 
 TWO = RoundPipeRunConfig(num_microbatch=2)
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -104,6 +105,13 @@ TRANSFORMS: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "trace": (lambda net: torch.jit.trace(net, X), r"inside torch\.jit\.trace"),
     "export": (lambda net: torch.export.export(net, (X,)), "under FakeTensorMode"),
 }
+COMPILED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "jit.script": (
+        torch.jit.script,
+        r"runs on its devices cannot be compiled by torch\.jit\.script; script",
+    ),
+    "fx": (fx.symbolic_trace, r"model 'mine', or one around it, is traced by torch\.fx"),
+}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -118,6 +126,48 @@ def test_the_module_that_was_taken_apart_refuses_what_the_model_refuses(two: Run
 
     net(X).sum().backward()
     assert all(grad is not None for grad in grads(model))
+
+
+class Deep(nn.Module):
+    """Its own parameter, and a part that is no single module of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.inner = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", COMPILED)
+def test_what_compiles_the_module_that_was_taken_apart_is_refused_in_own_words(two: Runtime, name: str) -> None:
+    use, words = COMPILED[name]
+    net = Deep()
+    model = wrap(net, name="mine", runtime=two, lower_threshold=1, model_run_config=TWO)
+
+    with pytest.raises(RoundPipeError, match=words):
+        use(net)
+
+    net(X).sum().backward()
+    assert all(grad is not None for grad in grads(model))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_functional_call_with_other_values_is_right_for_the_module_and_refused_for_the_model(
+    two: Runtime,
+) -> None:
+    net = Deep()
+    truth = copy.deepcopy(net)
+    model = wrap(net, name="mine", runtime=two, lower_threshold=1, model_run_config=TWO)
+    doubled = {name: 2 * each.detach() for name, each in net.named_parameters()}
+
+    torch.testing.assert_close(functional_call(net, doubled, (X,)), functional_call(truth, doubled, (X,)))
+    with pytest.raises(TypeError, match=r"scale is a parameter of model 'mine'.*functional_call the module that"):
+        functional_call(model, doubled, (X,))
+
+    torch.testing.assert_close(model(X), truth(X))
 
 
 @pytest.mark.filterwarnings("ignore")

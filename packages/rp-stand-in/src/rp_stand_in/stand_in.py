@@ -223,6 +223,7 @@ class StandIn(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         holders = [] if self._has_own(name) else [source for source in self._sources() if hasattr(source, name)]
         self._refuse_modules(name, value, holders)
+        self._refuse_tensors(name, value, holders)
         for holder in holders:
             setattr(holder, name, value)
         if not holders:
@@ -257,6 +258,15 @@ class StandIn(nn.Module):
             raise TypeError(
                 f"{name} = {type(value).__name__}: calls use the layers in model.model only; replace it there, or "
                 "put it into the model before wrapping"
+            )
+
+    def _refuse_tensors(self, name: str, value: object, holders: list[nn.Module]) -> None:
+        """Refuse a plain tensor in the place of a parameter, of which torch would not say whose it is."""
+        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+        if is_plain and any(name in holder._parameters for holder in holders):  # pyright: ignore[reportPrivateUsage]
+            raise TypeError(
+                f"{name} is a parameter of model {self.name!r}, which takes no plain tensor in its place; give "
+                "torch.func.functional_call the module that was wrapped, model.model, not the model around it"
             )
 
 

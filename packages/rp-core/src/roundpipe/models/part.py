@@ -25,9 +25,9 @@ from rp_calls import (
 from rp_engine import Arrivals, RoundPipeRunConfig
 from rp_engine.errors import add_note
 from rp_engine.wrapping import Entrance, prepares
-from torch import nn
+from torch import fx, nn
 
-from roundpipe.models.calls.surroundings import refuse_around
+from roundpipe.models.calls.surroundings import fx_error, refuse_around
 from roundpipe.models.calls.untraced import untraced
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.side_outputs import Wanted, collecting, deliver, refuse_hooked, wanted
@@ -193,6 +193,8 @@ class Part(RoundPipe):
 
     def _refuse_arguments(self, values: Sequence[object]) -> None:
         for value in values:
+            if isinstance(value, fx.Proxy):
+                raise fx_error(self._whole_name)
             if hasattr(type(value), "get_seq_length") and hasattr(type(value), "update"):
                 raise ValueError(
                     f"{self.name} got a key-value cache (a {type(value).__name__}), which all microbatches would "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import update_wrapper
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+
+from rp_engine.errors import RoundPipeError
 
 
 class Entrance:
@@ -48,6 +51,16 @@ class Entrance:
     def replaces_own(self) -> bool:
         """Whether the module had the forward of its class before."""
         return not self._before
+
+    @property
+    def __globals__(self) -> NoReturn:
+        # What torch.jit.script reads first of a forward. Others get along without.
+        if sys._getframe(1).f_globals["__name__"] != "torch._jit_internal":  # pyright: ignore[reportPrivateUsage]
+            raise AttributeError("an Entrance has no __globals__")
+        raise RoundPipeError(
+            "a module that a RoundPipe model runs on its devices cannot be compiled by torch.jit.script; script "
+            "the model before wrapping it, or wrap it with compile_layers=True"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _own_forward, (self._module, self._before)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from rp_sched import Host
 from rp_state.master import note_optimizer, stepping
 from rp_state.telling.gradients import tell_reuse
+from rp_state.telling.weights import tell_written_in_step
 from rp_telemetry.measurements import Measurements
 from rp_telemetry.tracing import OPTIMIZER, SILENT, Tracer
 
@@ -19,7 +20,6 @@ from rp_engine.context import OptimizerCtx
 from rp_engine.errors import add_note, class_name, in_words
 from rp_engine.optimizer.linked_block import LinkedBlock, abandon, unlink_all
 from rp_engine.optimizer.model_step import ModelStep
-from rp_engine.optimizer.written_weights import tell_written_in_step
 from rp_engine.peers.step import Incomplete, Results, SharedStep
 
 

@@ -135,14 +135,23 @@ def refuse_walks(name: str) -> None:
         if module == _FSDP and frame.f_code.co_name == "__init__":
             raise fsdp_error(name)
         if module == "torch.fx._symbolic_trace":
-            raise RoundPipeError(
-                f"model {name!r}, or one around it, is traced by torch.fx, which sees none of its layers; trace "
-                "the model that was wrapped, before wrapping it: what comes out can be wrapped"
-            )
+            raise fx_error(name)
         frame = frame.f_back
 
 
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
+
+def fx_error(name: str) -> RoundPipeError:
+    """Return the error of a wrapped model that ``torch.fx`` traces.
+
+    >>> fx_error("model")
+    RoundPipeError("model 'model', or one around it, is traced by torch.fx, ...")
+    """
+    return RoundPipeError(
+        f"model {name!r}, or one around it, is traced by torch.fx, which sees none of its layers; trace the model "
+        "that was wrapped, before wrapping it: what comes out can be wrapped"
+    )
 
 
 def fsdp_error(name: str) -> RoundPipeError:

@@ -11,11 +11,11 @@ import torch
 from rp_state.block import Block
 from rp_state.model_state import ModelState
 from rp_state.modules.ownership import Claim
+from rp_state.telling.weights import tell_written
 from torch import nn
 
 from rp_engine.engine.memory.memory_check import HostMemoryCheck
 from rp_engine.optimizer.step_queue import StepQueue
-from rp_engine.optimizer.written_weights import tell_written
 from rp_engine.peers.peers import Peers, SharedModel
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from rp_errors import warn_user
-from rp_state.model_state import ModelState
+from rp_errors import TrainingWarning, warn_user
 
-from rp_engine.errors import TrainingWarning
+from rp_state.model_state import ModelState
 
 
 def tell_written(name: str, state: ModelState, written: Sequence[torch.Tensor]) -> None:
