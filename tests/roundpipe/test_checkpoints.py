@@ -376,6 +376,29 @@ def test_gradients_that_are_not_saved_are_told(tmp_path: Path, two: Runtime) -> 
         saved(own, tmp_path / "c")
 
 
+@pytest.mark.parametrize("change", ["frozen", "unfrozen", "replaced"])
+def test_gradients_that_moved_into_new_blocks_are_not_forgotten(tmp_path: Path, two: Runtime, change: str) -> None:
+    layers = mlp()
+    layers[4].bias.requires_grad_(change != "unfrozen")
+    model = RoundPipe(layers, runtime=two)
+    inputs, label = batch(4)
+
+    model.forward_backward((inputs,), label=label, loss_fn=square_error)
+    if change == "replaced":
+        layers[0] = nn.Linear(4, 6)
+    else:
+        layers[4].bias.requires_grad_(change == "unfrozen")
+    with torch.no_grad():
+        model(inputs)
+
+    with pytest.warns(CheckpointWarning, match="gradients of calls since the last step"):
+        save_checkpoint(tmp_path / "there", model)
+    model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointWarning)
+        save_checkpoint(tmp_path / "again", model)
+
+
 def test_a_failed_step_has_nothing_to_save(tmp_path: Path, two: Runtime) -> None:
     own = job(two)
     own.train(0, 1)

@@ -47,8 +47,12 @@ class HostGradients:
                 block.gradient.move_out()
 
     def keep_additions(self, kept: Sequence[Block]) -> None:
-        """Forget what was added to blocks other than these."""
-        self.additions = Counter({block: self.additions[block] for block in kept if block in self.additions})
+        """Keep what was added to these blocks, and what others, which were built anew, have of their old ones."""
+        before = self.additions
+        self.additions = Counter({block: before[block] for block in kept if block in before})
+        self.additions.update(
+            block for block in self._state.trainable if block not in kept and block.gradient.written
+        )
 
     def show(self) -> None:
         """Set ``.grad`` on every trainable parameter, unless gradients are incomplete; no task may be running."""
