@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from site_of_docs import OPTIONS, VERSIONS, commands, versions, write_list
+from site_of_docs import OPTIONS, VERSIONS, commands, repository, repository_links, versions, write_list
 
 project = "RoundPipe"
 author = "The RoundPipe authors"
@@ -21,6 +21,7 @@ myst_heading_anchors = 3
 
 html_theme = "furo"
 html_title = "RoundPipe"
+html_theme_options = repository_links(repository())
 # Copied without prompts, and without what a command prints.
 copybutton_prompt_text = "$ "
 copybutton_line_continuation_character = "\\"

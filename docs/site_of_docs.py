@@ -1,4 +1,4 @@
-"""What the site has that no page says itself: the options of each command, and the list of pages for programs."""
+"""What the site has that no page says itself: options of commands, links to sources, and the list for programs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,26 @@ _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 _SPECIAL = re.compile(r"[*<|_]")
 OPTIONS = "<!-- the options of each command -->"
 VERSIONS = "<!-- the version of each package -->"
-_PACKAGES = Path(__file__).parents[1] / "packages"
+_ROOT = Path(__file__).parents[1]
+_PACKAGES = _ROOT / "packages"
 _VERSION = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
+
+
+def repository() -> str:
+    """The address of the public repository, as releases have it; empty while there is none."""
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return project["tool"]["roundpipe"]["repository"]
+
+
+def repository_links(address: str) -> dict[str, Any]:
+    """Options of the theme: a link to the repository, and to each page's source; none without an address."""
+    if not address:
+        return {}
+    return {
+        "source_view_link": f"{address}/blob/main/docs/{{filename}}",
+        "source_edit_link": f"{address}/edit/main/docs/{{filename}}",
+        "footer_icons": [{"name": "Repository", "url": address, "html": "Repository", "class": ""}],
+    }
 
 
 def commands() -> str:

@@ -1,4 +1,4 @@
-"""The page of commands has every option that the command line takes, and that of `roundpipe` every name."""
+"""The site has each option of the command line, each name of `roundpipe`, and links where there is an address."""
 
 from __future__ import annotations
 
@@ -50,6 +50,18 @@ def test_the_page_of_changes_has_each_package_with_its_version(site: ModuleType)
     versions = {row[0]: row[1] for row in rows}
     assert versions["rp-cli"] == importlib.import_module("rp_cli").__version__
     assert all("change" in row[2] or row[2] == "nothing" for row in rows)
+
+
+def test_links_to_the_repository_are_those_of_releases_and_absent_without_an_address(site: ModuleType) -> None:
+    (setting,) = re.findall(r'^repository = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    links = site.repository_links("https://example.org/name")
+
+    assert site.repository() == setting
+    assert site.repository_links("") == {}
+    assert links["source_view_link"].format(filename="start.md") == (
+        "https://example.org/name/blob/main/docs/start.md"
+    )
+    assert [icon["url"] for icon in links["footer_icons"]] == ["https://example.org/name"]
 
 
 def test_a_help_text_is_shown_as_it_is(site: ModuleType) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -32,9 +34,20 @@ def git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
+def set_address(folder: Path, name: str, address: str) -> None:
+    project = folder / "pyproject.toml"
+    text, times = re.subn(f'^{name} = ".*"$', f'{name} = "{address}"', project.read_text(), flags=re.MULTILINE)
+    assert times == 1
+    project.write_text(text)
+
+
+def urls(folder: Path, package: str) -> dict[str, str]:
+    return tomllib.loads((folder / "packages" / package / "pyproject.toml").read_text())["project"].get("urls", {})
+
+
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with what is in this one, where every package has something to release."""
+    """A repository with what is in this one and an address, where every package has something to release."""
     for name in ("AUTHOR", "COMMITTER"):
         monkeypatch.setenv(f"GIT_{name}_NAME", "tester")
         monkeypatch.setenv(f"GIT_{name}_EMAIL", "tester@example.org")
@@ -46,6 +59,7 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             changelog.write_text(
                 text.replace("## Unreleased\n", "## Unreleased\n\n### Added\n\n- Something.\n", 1)
             )
+    set_address(folder, "repository", "https://example.org/name")
     git(folder, "commit", "--quiet", "--all", "--allow-empty", "--message", "something to release")
     return folder
 
@@ -126,6 +140,53 @@ def test_a_package_is_released_after_what_it_needs(clone):
     project = RELEASE.members(clone)["rp-trainer"].project.read_text()
     assert '"rp-core[hf]>=0.2.0,<0.3"' in project
     assert len(git(clone, "tag", "--list", "*-v0.2.0").splitlines()) == len(leaves) + len(above)
+
+
+def test_a_release_writes_where_the_repository_is(clone):
+    RELEASE.release(clone, "rp-batch", "0.2.0")
+
+    assert urls(clone, "rp-batch") == {
+        "Homepage": "https://example.org/name",
+        "Changelog": "https://example.org/name/blob/main/packages/rp-batch/CHANGELOG.md",
+        "Issues": "https://example.org/name/issues",
+    }
+    assert urls(clone, "rp-optim") == {}
+
+    # The next release says where it has gone.
+    set_address(clone, "repository", "https://example.org/moved")
+    set_address(clone, "documentation", "https://docs.example.org")
+    member = RELEASE.members(clone)["rp-batch"]
+    member.changelog.write_text(
+        member.changelog.read_text().replace("## Unreleased\n", "## Unreleased\n\n- More.\n")
+    )
+    git(clone, "commit", "--quiet", "--all", "--message", "moved")
+    RELEASE.release(clone, "rp-batch", "0.2.1")
+
+    found = urls(clone, "rp-batch")
+    assert found["Homepage"] == "https://example.org/moved"
+    assert found["Documentation"] == "https://docs.example.org"
+    # The last release adds or removes nothing else.
+    changed = git(clone, "diff", "--unified=0", "HEAD~1", "packages/rp-batch/pyproject.toml").splitlines()
+    lines = [line for line in changed if re.match(r"[-+][^-+]", line)]
+    assert lines[:1] == ['-Homepage = "https://example.org/name"']
+    assert all("example.org" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("", r"give its address as `repository` under \[tool.roundpipe\] in pyproject.toml"),
+        ("example.org/name", "repository must be written as in https://example.org/name"),
+        ("https://example.org/name/", "must be written as"),
+    ],
+)
+def test_there_is_no_release_without_an_address(clone, address, words):
+    set_address(clone, "repository", address)
+    git(clone, "commit", "--quiet", "--all", "--message", "another address")
+
+    with pytest.raises(RELEASE.Refused, match=words):
+        RELEASE.release(clone, "rp-batch", "0.2.0")
+    assert urls(clone, "rp-batch") == {}
 
 
 def test_wheels_of_all_packages_are_tried_alone():
