@@ -351,12 +351,12 @@ def test_plans_of_all_calls_leave_what_graphs_of_some_keep() -> None:
         planner = RoundPipe(mlp(), runtime=runtime).engine.planner
         footprint, tasks = planner.footprint, [Task("F", range(2), range(8), 0)]
         footprint.most_rows, footprint.knows_peak = 4, True
-        before = planner._foreseen_bytes(4, tasks, frozenset()), planner._problem("infer", 4)[1]
+        before = planner.guesses.foreseen_bytes(4, tasks, frozenset()), planner.guesses.problem("infer", 4)[1]
         footprint.graphed = frozenset({0, 1})
         footprint.note_graphs(1500)
-        after = planner._foreseen_bytes(4, tasks, frozenset()), planner._problem("infer", 4)[1]
+        after = planner.guesses.foreseen_bytes(4, tasks, frozenset()), planner.guesses.problem("infer", 4)[1]
         # It is as much as it is, however many rows others have.
-        assert footprint.graph_bytes(planner._guesses(64), 64) == 1500
+        assert footprint.graph_bytes(planner.guesses.costs(64), 64) == 1500
 
     assert after[0] - before[0] == 1500
     assert before[1].device_memory_bytes == (after[1].device_memory_bytes or 0) + 1500
@@ -475,8 +475,9 @@ class Simulated:
         model = RoundPipe(mlp(), runtime=runtime, model_run_config=config)
         self.layers = range(len(model.model))
         self.planner = planner = model.engine.planner
-        planner._on_host = planner.pricing._on_host = False
+        planner.pricing.on_host = False
         planner.launching = Launching(lambda _: frozenset(self.layers), may_choose=True)
+        planner.records._launching = planner.launching
         planner.log._launch_of = planner.launching.decision
         self.size = CallSize.of([[torch.zeros(1, 4)]] * self.microbatches)
         self._runtime, self._now, self._graph_calls = runtime, 0.0, 0
@@ -506,10 +507,10 @@ class Simulated:
             plan, self.costs(by_graphs=work.is_replayed), mode="fused", microbatches=self.microbatches
         )
         took_ms = simulated_ms(priced, 1) + 500.0 * work.is_prepared
-        if (times := planner.watch(config, "fused", self.size, tasks)) is not None:
+        if (times := planner.records.watch("fused", self.size, tasks, is_planned=config.is_planned)) is not None:
             work.is_measured = True
             self._measure(times, replayed=work.is_replayed)
-            planner.take(times)
+            planner.records.take(times)
         self._runtime.num_calls += 1
         begun, self._now = self._now, self._now + took_ms / 1e3
         span = CallSpan(self._runtime.num_calls, begun - 1e-6, self._now)
@@ -697,7 +698,7 @@ def test_graphs_are_tried_if_any_plan_has_room_for_them() -> None:
             assert found is not None
             return found
 
-        foreseen = planner._foreseen_bytes(1, whole, layers)
+        foreseen = planner.guesses.foreseen_bytes(1, whole, layers)
         assert missing(2 * foreseen) == 0
         assert missing(4 * foreseen // 5) == 0
         # A user's plan stays. In less, stages have room that a short search finds, but the slots of all have not;

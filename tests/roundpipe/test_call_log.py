@@ -47,7 +47,7 @@ class Followed:
         self.log: CallLog = planner.log
         self.planned = Planned(promised)
         self._timer = ModelTimer("model 'm'", 5)
-        self._guesses = lambda: planner._guesses(0)
+        self._guesses = lambda: planner.guesses.costs(0)
         self._number, self._now = 0, 0.0
 
     def follow(self, plan: Plan = PLAN, number: int = 1, mode: Mode = "fused") -> None:

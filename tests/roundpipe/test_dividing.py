@@ -987,8 +987,8 @@ def test_trials_are_in_no_log_and_plans_learn_nothing_from_them(two):
 
     assert list(model.engine.plans()) == [("fused", 3)]
     assert [time.plan for time in model.call_times()] == list(model.engine.plans().values())
-    assert {timer.estimator.samples for timer in model.engine.planner._timers.values()} <= {0, 1}
-    assert model.engine.planner._timer("infer", 1).estimator.samples == 0
+    assert {timer.estimator.samples for timer in model.engine.planner.records._timers.values()} <= {0, 1}
+    assert model.engine.planner.records.timer("infer", 1).estimator.samples == 0
 
 
 class Raises(nn.Module):

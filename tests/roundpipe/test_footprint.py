@@ -93,40 +93,40 @@ def test_a_layer_that_was_planned_before_measurements_is_planned_after_them(
     two: Runtime, layers: nn.Sequential, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planner = RoundPipe(layers, runtime=two).engine.planner
-    largest = max(cost.weight_bytes + cost.gradient_bytes for cost in planner.costs("fused"))
+    largest = max(cost.weight_bytes + cost.gradient_bytes for cost in planner.records.costs("fused"))
     total = 2 * largest
     monkeypatch.setattr(two, "memory", lambda: (MemoryUse("cuda:0", 0, 0, total),))
-    assert planner._new_plan("fused", 2, 1).priced_plan().plan
+    assert planner._new_plan("fused", CallSize(2, 1)).priced_plan().plan
     planner.footprint.note_kept({0: 0}, rows=1)
     planner.footprint.note_peak(3 * total, [], [])
-    assert planner._new_plan("fused", 2, 1).priced_plan().plan
+    assert planner._new_plan("fused", CallSize(2, 1)).priced_plan().plan
 
 
 def test_a_peak_counts_although_the_next_call_was_launched_before_this_one_was_over(
     two: Runtime, layers: nn.Sequential, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planner = RoundPipe(layers, runtime=two).engine.planner
-    planner._on_host = False
-    planner._sees_memory = planner.pricing._sees_memory = True
+    planner.pricing.on_host = False
+    planner.pricing.sees_memory = True
     peak = 0
     monkeypatch.setattr(two, "memory", lambda: (MemoryUse("cuda:0", 0, peak, 100_000),))
     size = CallSize(microbatches=1, rows=4)
     tasks = [Task("FB", range(0, 3), range(1), 0)]
-    first, second = (planner.watch(RoundPipeRunConfig(), "fused", size, tasks) for _ in range(2))
+    first, second = (planner.records.watch("fused", size, tasks, is_planned=True) for _ in range(2))
     assert first is not None
     assert second is not None
     first.keep(0, 40)
 
     def budget() -> int:
-        return planner.pricing._budget(planner._guesses(4), 4, is_known=True)
+        return planner.pricing._budget(planner.guesses.costs(4), 4, is_known=True)
 
     cautious = budget()
     planner.footprint.note_kept(first.kept, 4)
     # What layers work in is not known yet.
     assert budget() == cautious
     peak = 20_000
-    planner.take(first)
-    resident = resident_bytes(tasks, planner._guesses(4))
+    planner.records.take(first)
+    resident = resident_bytes(tasks, planner.guesses.costs(4))
     assert planner.footprint.working_at(4) == peak - resident
     assert budget() == 95_000 - planner.footprint.working_at(4)
 
@@ -141,13 +141,13 @@ def test_a_call_leaves_what_it_is_not_foreseen_to_take_once_a_peak_is_known(
 
     def spare() -> int:
         planner.tasks(RoundPipeRunConfig(), "fused", size, input_grads=False)
-        return planner.spare_bytes
+        return planner.records.spare_bytes
 
     assert spare() == 0
     planner.footprint.note_kept({0: 40}, rows=4)
     assert spare() == 0
     planner.footprint.note_peak(20_000, [], [])
-    assert spare() == 95_000 - (planner.predicted_bytes or 0) > 0
+    assert spare() == 95_000 - (planner.records.predicted_bytes or 0) > 0
     planner.footprint.note_peak(200_000, [], [])
     assert spare() == 0
 
@@ -156,8 +156,8 @@ def test_there_is_room_for_leaving_gradients_from_the_first_call_after_a_measure
     two: Runtime, layers: nn.Sequential, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planner = RoundPipe(layers, runtime=two).engine.planner
-    planner._on_host = False
-    planner._sees_memory = planner.pricing._sees_memory = True
+    planner.pricing.on_host = False
+    planner.pricing.sees_memory = True
     peak = 0
     monkeypatch.setattr(two, "memory", lambda: (MemoryUse("cuda:0", 0, peak, 100_000),))
     config = RoundPipeRunConfig(num_microbatch=1, execute_plan=Plan(fused=range(0, 3)))
@@ -165,25 +165,25 @@ def test_there_is_room_for_leaving_gradients_from_the_first_call_after_a_measure
 
     def launch() -> tuple[int, LayerTimes]:
         tasks = planner.tasks(config, "fused", size, input_grads=False)
-        times = planner.watch(config, "fused", size, tasks)
+        times = planner.records.watch("fused", size, tasks, is_planned=config.is_planned)
         assert times is not None, "calls with a user's plan are measured, too"
         times.keep(0, 40)
-        return planner.spare_bytes, times
+        return planner.records.spare_bytes, times
 
     spare, times = launch()
     assert spare == 0
     peak = 20_000
-    planner.take(times)
+    planner.records.take(times)
     workspace = planner.footprint.working_at(4)
     spare, times = launch()
-    assert spare == 95_000 - (planner.predicted_bytes or 0) > 0
+    assert spare == 95_000 - (planner.records.predicted_bytes or 0) > 0
     # Gradients that were leaving explain a higher peak, as far as they had room.
     peak = 90_000
-    planner.take(times)
+    planner.records.take(times)
     assert planner.footprint.working_at(4) == workspace
     _, times = launch()
     peak = 99_000
-    planner.take(times)
+    planner.records.take(times)
     assert planner.footprint.working_at(4) > workspace
 
 
@@ -191,8 +191,8 @@ def test_a_task_that_is_new_leaves_no_room_while_calls_are_measured(
     two: Runtime, layers: nn.Sequential, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planner = RoundPipe(layers, runtime=two).engine.planner
-    planner._on_host = False
-    planner._sees_memory = planner.pricing._sees_memory = True
+    planner.pricing.on_host = False
+    planner.pricing.sees_memory = True
     monkeypatch.setattr(two, "memory", lambda: (MemoryUse("cuda:0", 0, 0, 100_000),))
     planner.footprint.note_kept({0: 40}, rows=4)
     planner.footprint.note_peak(20_000, [], [])
@@ -205,10 +205,10 @@ def test_a_task_that_is_new_leaves_no_room_while_calls_are_measured(
         config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan)
         size = CallSize(microbatches=1, rows=4)
         tasks = planner.tasks(config, "fused", size, input_grads=False)
-        spare.append(planner.spare_bytes)
-        times = planner.watch(config, "fused", size, tasks)
+        spare.append(planner.records.spare_bytes)
+        times = planner.records.watch("fused", size, tasks, is_planned=config.is_planned)
         assert times is not None
-        planner.take(times)
+        planner.records.take(times)
     assert [room > 0 for room in spare] == [False, True, False]
 
 

@@ -206,7 +206,7 @@ def test_backward_goes_on_beside_gradients_that_cannot_leave_where_there_is_room
         model.synchronize()
         Noting.begun = threading.Semaphore(0)
         model.step(lambda: released.wait(PATIENCE_S))
-        model.engine.planner.spare_bytes = room
+        model.engine.planner.records.spare_bytes = room
         model.forward_backward((x,), None, x, square_error)
         # The step holds the gradients' turns: those of the fused stage stay, and perhaps hold the next stage up.
         went_on = Noting.begun.acquire(timeout=PATIENCE_S / 2 if room else 1.0)

@@ -50,7 +50,7 @@ def finish(model: RoundPipe) -> None:
 
 
 def timer_of(model: RoundPipe, mode: Any = "fused") -> ModelTimer:
-    return model.engine.planner._timer(mode, MICROBATCHES)
+    return model.engine.planner.records.timer(mode, MICROBATCHES)
 
 
 # What is timed
@@ -152,7 +152,7 @@ def test_the_last_layers_backward_begins_before_the_loss_function(
 def test_on_devices_with_a_queue_launching_is_measured_layer_by_layer(two: Runtime, grain: Any) -> None:
     model = wrapped(two, plan="one layer a stage", recompute_grain=grain)
     # As on a GPU: these devices compute on the threads that launch, so the times are those of both.
-    model.engine.planner._on_host = False
+    model.engine.planner.pricing.on_host = False
     two.measurements.note_probe(Rates())
     train(model, 3)
     costs = timer_of(model).costs([LayerCost(0.0)] * 5)

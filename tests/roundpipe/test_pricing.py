@@ -108,7 +108,7 @@ def test_a_step_and_its_gradients_are_priced_by_the_weights_dtype(
 def test_a_second_block_is_priced_from_the_first_step_on(two: Runtime, double_buffer: bool):
     model = RoundPipe(mlp(), runtime=two, double_buffer=double_buffer)
     pricing = model.engine.planner.pricing
-    pricing._on_host = False
+    pricing.on_host = False
     two.measurements.note_probe(Rates())
     x, y = batch(4)
     model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
@@ -339,10 +339,10 @@ def as_measured(
 ) -> Callable[[], Plan]:
     """Let the model plan as if this was measured on real devices; returns what tells its plan."""
     pricing = model.engine.planner.pricing
-    pricing._on_host = False
+    pricing.on_host = False
     links = (1e-2,) * len(runtime.lanes)
     runtime.measurements.note_probe(Rates(**{"up_gb_s": links, "down_gb_s": links, "memory_gb_s": 1.0, **rates}))
-    timer = model.engine.planner._timer("fused", MICROBATCHES)
+    timer = model.engine.planner.records.timer("fused", MICROBATCHES)
     for layer in range(len(model.model)):
         for _ in range(3):
             timer.estimator.add(

@@ -74,7 +74,7 @@ def test_a_probe_that_fails_is_logged_and_training_goes_on(
         "links and host memory could not be probed, so calls must measure them: as arranged"
     ]
     model = RoundPipe(mlp(), runtime=two)
-    model.engine.planner.pricing._on_host = False
+    model.engine.planner.pricing.on_host = False
     x, y = batch(8)
     for _ in range(4):
         model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
@@ -91,6 +91,19 @@ def test_cpu_devices_are_not_probed(two: Runtime, monkeypatch: pytest.MonkeyPatc
         model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
     model.synchronize()
     assert not two.measurements.is_probed
+
+
+def test_the_first_number_of_microbatches_that_is_tried_has_the_rates_of_the_probe_too(
+    two: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = Rates(up_gb_s=(7.0, 7.0), down_gb_s=(6.0, 6.0))
+    monkeypatch.setattr(probing, "probe", lambda _: measured)
+    guesses = RoundPipe(mlp(), runtime=two).engine.planner.guesses
+    guesses.pricing.on_host = False
+
+    limits = [guesses.real_problem(8, count)[1] for count in (1, 2)]
+
+    assert {(each.upload_gb_s, each.download_gb_s) for each in limits} == {(7.0, 6.0)}
 
 
 # What links share

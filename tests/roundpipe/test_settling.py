@@ -35,7 +35,7 @@ class Planned:
         config = RoundPipeRunConfig(num_microbatch=MICROBATCHES)
         model = RoundPipe(mlp() if layers == LAYERS else deep(layers), runtime=runtime, model_run_config=config)
         self.planner = model.engine.planner
-        self.planner._on_host = self.planner.pricing._on_host = False
+        self.planner.pricing.on_host = False
         self.size = CallSize.of([[torch.zeros(1, 4)]] * MICROBATCHES)
         nbytes = sum(block.nbytes for layer in model.engine.host.state.layers for block in layer.blocks)
         # All weights arrive in a tenth of a millisecond, and carrying them holds the GIL for 40.
@@ -53,7 +53,7 @@ class Planned:
         self._runtime.num_calls += 1
         begun, self._now = self._now, self._now + took(plan) / 1e3
         self.planner.log.note("fused", CallSpan(self._runtime.num_calls, begun - 1e-6, self._now))
-        timer = self.planner._timer("fused", MICROBATCHES)
+        timer = self.planner.records.timer("fused", MICROBATCHES)
         for layer in range(self._layers):
             timer.estimator.add(
                 layer, forward_ms=2.0, backward_ms=4.0, forward_launch_ms=1.0, backward_launch_ms=2.0
@@ -104,7 +104,7 @@ def test_a_plan_that_runs_well_stays_when_memory_is_measured_again_and_again(fou
 
 def test_other_sizes_of_calls_settle_on_their_own(four: Runtime) -> None:
     planned = Planned(four)
-    planned.planner._sees_memory = True
+    planned.planner.pricing.sees_memory = True
     for _ in range(10):
         planned.call(took)
     in_use = planned.planner._plan("fused", planned.size)
@@ -121,9 +121,9 @@ def test_calls_that_graphs_launch_begin_with_a_plan_that_is_clearly_better_for_t
     in_use, graphs = planned.planner._plan("fused", planned.size), frozenset(range(LAYERS))
     by_python = in_use.current.plan
 
-    in_use.reprice(*planned.planner._problem("fused", 1, graphs))
+    in_use.reprice(*planned.planner.guesses.problem("fused", 1, graphs))
     by_graphs = in_use.current
-    in_use.reprice(*planned.planner._problem("fused", 1, graphs))
+    in_use.reprice(*planned.planner.guesses.problem("fused", 1, graphs))
 
     as_before = PricedPlan.unchecked(by_python, by_graphs.loads, "fused", MICROBATCHES)
     assert by_graphs.alone_ms(4) < 0.95 * as_before.alone_ms(4)
@@ -177,17 +177,13 @@ def test_a_plan_of_another_process_is_checked_by_memory_and_waits_until_it_fits(
             earlier.call(took)
     with Runtime("cpu:4") as runtime:
         later = Planned(runtime)
-        problem = later.planner._problem
-        nbytes = sum(cost.weight_bytes + cost.gradient_bytes for cost in problem("fused", 1)[0])
-
-        def tight(mode: object, rows: int, layers: object) -> object:
-            costs, limits = problem(mode, rows, layers)
-            return costs, replace(limits, device_memory_bytes=nbytes)
-
-        later.planner._problem = tight
+        pricing, limits = later.planner.pricing, later.planner.pricing.limits
+        costs, _ = later.planner.guesses.problem("fused", 1)
+        nbytes = sum(cost.weight_bytes + cost.gradient_bytes for cost in costs)
+        pricing.limits = lambda *args, **more: replace(limits(*args, **more), device_memory_bytes=nbytes)
         with caplog.at_level(logging.INFO, logger="rp_engine.planning.adaptive"):
             other = later.call(took)
-            later.planner._problem = problem
+            pricing.limits = limits
             later.planner.footprint.version += 1
             found = later.call(took)
     assert found == earlier.plans[-1] != other
@@ -229,7 +225,7 @@ def test_calls_that_decide_are_over_before_the_next_is_planned(
 ) -> None:
     model = RoundPipe(mlp(), runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=4))
     planner, host = model.engine.planner, model.engine.host
-    monkeypatch.setattr(planner, "_on_host", on_host)
+    monkeypatch.setattr(planner.pricing, "on_host", on_host)
     waited: list[int] = []
     original = host.wait_for_calls
 
@@ -275,15 +271,15 @@ def test_launching_is_measured_while_as_many_threads_launch_as_there_are_tasks(
         config = RoundPipeRunConfig(num_microbatch=4, execute_plan=plan)
         model = RoundPipe(layers, runtime=runtime, model_run_config=config)
         planner = model.engine.planner
-        monkeypatch.setattr(planner, "_on_host", False)
-        monkeypatch.setattr("rp_engine.planning.planner.Launches", partial(Launches, clock))
+        monkeypatch.setattr(planner.pricing, "on_host", False)
+        monkeypatch.setattr("rp_engine.planning.launch_records.Launches", partial(Launches, clock))
         x, y = torch.ones(4, 4), torch.ones(4, 4)
         for call in range(5):
             # Before, layers are examined one after another.
             meets += [1] if call == 4 else []
             model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
         model.synchronize()
-        costs = planner.costs("fused")
+        costs = planner.records.costs("fused")
     assert len(set(at_once)) == 4
     assert threads >= set(at_once)
     assert all(cost.forward_launch_ms > 0 for cost in costs)

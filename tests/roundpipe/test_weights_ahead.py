@@ -267,7 +267,7 @@ def test_a_measured_call_has_a_peak_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     with Runtime("cpu:2") as runtime:
         model = wrapped(runtime, mlp(), "planned")
         runtime.lanes[1].has_raised_peak = True
-        model.engine.planner.watch(RoundPipeRunConfig(), "fused", CallSize.of([[x]]), ())
+        model.engine.planner.records.watch("fused", CallSize.of([[x]]), (), is_planned=True)
         assert reset == ["cpu:1"]
         assert not runtime.lanes[1].has_raised_peak
 

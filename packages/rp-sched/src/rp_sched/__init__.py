@@ -12,7 +12,7 @@ from rp_sched.problem.limits import Device, Host, Limits, Switch
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.task_kinds import Kind, TaskKind
-from rp_sched.problem.tasks import Task, check_order, order
+from rp_sched.problem.tasks import Task, check_order, order, without_backward_below
 from rp_sched.replanning.estimator import Estimator
 from rp_sched.replanning.kept import NOT_KEPT, KeptCalls, KeptLaunch, KeptPlan, NotKept
 from rp_sched.replanning.launch_choice import GRAPH_GAIN, LaunchDecision
@@ -80,4 +80,5 @@ __all__ = [
     "plan_together",
     "simulate",
     "simulated_ms",
+    "without_backward_below",
 ]

@@ -128,7 +128,7 @@ class Engine:
 
     def layer_costs(self, mode: Mode) -> list[LayerCost]:
         """Return the planner's cost estimate for each layer."""
-        return self.planner.costs(mode)
+        return self.planner.records.costs(mode)
 
     def microbatches(self, mode: Mode, batch_size: int, rows: int) -> int:
         """Return the number of microbatches chosen for calls of this mode; see `Planner.microbatches`."""

@@ -101,7 +101,7 @@ class Runs(Observer):
         run = self._followed(call, tasks, batch)
         if mode == "train":
             self.host.expect_backward(run)
-        times = self.planner.watch(config, mode, batch.size, run.first_tasks)
+        times = self.planner.records.watch(mode, batch.size, run.first_tasks, is_planned=config.is_planned)
         run.start(times)
         self._next_call.note(call, run.first_tasks, is_measured=times is not None)
         # At once: tasks wait until it has read the gradients of those before them.
@@ -124,7 +124,7 @@ class Runs(Observer):
 
     def _admit(self, mode: Mode, tasks: Sequence[Task], batch: Batch, *, keeps_outputs: bool) -> None:
         """Check that host memory suffices for a call that reads the weights."""
-        self.host.predicted_bytes = self.planner.predicted_bytes
+        self.host.predicted_bytes = self.planner.records.predicted_bytes
         self.host.gradients.keep_divided_apart(tasks)
         self._check_host_memory(mode, tasks, batch, keeps_outputs=keeps_outputs)
         self.host.note_read()
@@ -146,7 +146,8 @@ class Runs(Observer):
         """Start the backward tasks of a run. `outputs`, `grads`, `streams`: see `Run.backward`."""
         self.host.check_call(run.later_tasks, 0, is_measured=True)
         self.host.follow(run)
-        run.backward(outputs, grads, streams, self.planner.watch(config, "train", batch.size, run.later_tasks))
+        times = self.planner.records.watch("train", batch.size, run.later_tasks, is_planned=config.is_planned)
+        run.backward(outputs, grads, streams, times)
 
     def _check_host_memory(self, mode: Mode, tasks: Sequence[Task], batch: Batch, *, keeps_outputs: bool) -> None:
         # The pool of several models tells of none of them.
@@ -194,7 +195,7 @@ class Runs(Observer):
             num_microbatches=batch.size.microbatches,
             randomness=randomness,
             autocast=batch.autocast,
-            spare_bytes=self.planner.spare_bytes,
+            spare_bytes=self.planner.records.spare_bytes,
             loss_fn=loss_fn,
             keep_outputs=keep,
             waits=config.merge_output is not False,
@@ -282,10 +283,10 @@ class Runs(Observer):
         """Give what was measured of a run and of its layers to the planner; tell of memory that ran out."""
         if not isinstance(work, Run) or work.call.manner is not USUAL:
             return
-        self.planner.note_shortages([shortage.task for shortage in work.shortages], work.size)
+        self.planner.records.note_shortages([shortage.task for shortage in work.shortages], work.size.rows)
         if not work.aborted:
             for times in work.take_times():
-                self.planner.take(times, is_whole=not work.shortages)
+                self.planner.records.take(times, is_whole=not work.shortages)
             if not work.shortages:
                 self.planner.note_over(
                     work.call.mode, work.size, work.span, work.call.graph_work, self._graph_bytes

@@ -1,28 +1,85 @@
-"""What layers are assumed to cost before anything of them is measured."""
+"""What layers are assumed to cost before their times are measured, and the problems that plans solve with that."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rp_packing import packed_weights
-from rp_sched import LayerCost
+from rp_sched import LayerCost, Limits, Mode, Task
 from rp_state.layers import LayerState
 
-from rp_engine.planning.footprint import Footprint
-from rp_engine.planning.pricing import FORWARD_PART, LAUNCH_MS, REPLAY_LAUNCH_MS
+from rp_engine.planning.footprint import Footprint, resident_bytes
+from rp_engine.planning.pricing import FORWARD_PART, LAUNCH_MS, REPLAY_LAUNCH_MS, Pricing
 
 # Until times are measured only their ratio matters, also to the guessed link (`pricing`). A byte of weights takes
 # this many ms in a microbatch's forward pass: about right for 4096 tokens on an H100 with PCIe 5.
 _FORWARD_MS_PER_BYTE = 1e-6
-# The same in real time and by row, for choosing the number of microbatches, which also depends on launch times.
-# A byte of weights takes this many ms for a row on an H100; a link of PCIe 5 moves this many 10^9 bytes a second.
+# The same in real time and by row on an H100: the number of microbatches also depends on what launching takes.
 _REAL_FORWARD_MS = 1e-8 / 4096
-_REAL_LINK_GB_S = 50.0
+# Until layers are measured, plans allow for this many times the guessed bytes of kept activations, which are
+# guessed from the widths of weights alone.
+_UNMEASURED = 4
+# Calls of up to this many times the measured rows count as measured: of one step of `rounded_up`, which is 19 %.
+_MORE_ROWS = 1.2
 
 
-def guessed_cost(layer: LayerState, footprint: Footprint, rows: int, by_graphs: frozenset[int]) -> LayerCost:
-    """Return the cost of a layer in microbatches of so many rows. `by_graphs`: the layers that graphs launch."""
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """What the layers of one model are assumed to cost: times by their weights, memory by what calls have shown.
+
+    `rows`: of a microbatch. `by_graphs`: the layers that graphs launch.
+    """
+
+    layers: Sequence[LayerState]
+    footprint: Footprint
+    pricing: Pricing
+
+    def costs(self, rows: int, by_graphs: frozenset[int] = frozenset()) -> list[LayerCost]:
+        """Return the cost of each layer."""
+        return [_cost(layer, self.footprint, rows, by_graphs) for layer in self.layers]
+
+    def problem(
+        self, mode: Mode, rows: int, by_graphs: frozenset[int] = frozenset()
+    ) -> tuple[list[LayerCost], Limits]:
+        """Return the costs and the limits of calls, from which a plan is made."""
+        rows = rows if self.pricing.sees_memory else 0
+        caution = self._caution(mode, rows)
+        costs = [replace(cost, kept_bytes=int(cost.kept_bytes * caution)) for cost in self.costs(rows, by_graphs)]
+        limits = self.pricing.limits(costs, rows, is_known=caution == 1)
+        budget = limits.device_memory_bytes
+        assert budget is not None
+        return [_at_most(cost, budget) for cost in costs], limits
+
+    def _caution(self, mode: Mode, rows: int) -> float:
+        """Return the factor by which layers may keep more than estimated of a microbatch of `rows`."""
+        if not self.pricing.sees_memory or (mode == "infer" and self.footprint.knows_peak):
+            return 1
+        if not self.footprint.is_measured:
+            return _UNMEASURED
+        # What layers keep may grow with the square of the rows, as attention's scores do.
+        return max(rows / (rounded_up(self.footprint.most_rows) * _MORE_ROWS), 1)
+
+    def real_problem(self, rows: int, count: int) -> tuple[list[LayerCost], Limits]:
+        """Return costs and limits, in real time, if `rows` are split into `count` microbatches."""
+        part = -(-rows // count)
+        costs = [_in_real_time(cost, part) for cost in self.costs(part)]
+        return costs, self.pricing.real_limits(costs)
+
+    def foreseen_bytes(self, rows: int, tasks: Sequence[Task], by_graphs: frozenset[int]) -> int:
+        """Return what tasks and graphs are foreseen to take of a device's memory."""
+        costs = self.costs(rows, by_graphs)
+        taken = self.footprint.working_at(rows) + self.footprint.graph_bytes(costs, rows)
+        return resident_bytes(tasks, costs) + taken
+
+
+def rounded_up(rows: int) -> int:
+    """Return `rows` rounded up to a quarter power of two, so that batches of similar length share a plan."""
+    return math.ceil(2 ** (math.ceil(4 * math.log2(rows)) / 4))
+
+
+def _cost(layer: LayerState, footprint: Footprint, rows: int, by_graphs: frozenset[int]) -> LayerCost:
     # A block that several layers share is uploaded once for a stage, so only its last layer counts it.
     own = [block for block in layer.blocks if max(block.users) == layer.index]
     nbytes = sum(block.nbytes for block in own)
@@ -42,7 +99,7 @@ def may_write(layer: LayerState) -> bool:
     return any(block.kind == "buffer" and not block.is_read_only for block in layer.blocks)
 
 
-def at_most(cost: LayerCost, budget: int) -> LayerCost:
+def _at_most(cost: LayerCost, budget: int) -> LayerCost:
     """Return the cost of a layer that fits within a device's bytes alone, without graphs if need be.
 
     A single layer is never refused because of a guess: torch's allocator decides whether it fits when it runs.
@@ -52,7 +109,7 @@ def at_most(cost: LayerCost, budget: int) -> LayerCost:
     return replace(cost, kept_bytes=min(cost.kept_bytes, room), replay_launch_ms=replay_launch_ms)
 
 
-def in_real_time(cost: LayerCost, rows: int) -> LayerCost:
+def _in_real_time(cost: LayerCost, rows: int) -> LayerCost:
     """Return a guessed cost with the times that a microbatch of so many rows takes."""
     forward_ms = _REAL_FORWARD_MS * rows * (cost.weight_bytes + 1)
     return replace(
@@ -63,12 +120,3 @@ def in_real_time(cost: LayerCost, rows: int) -> LayerCost:
         recompute_launch_ms=FORWARD_PART * LAUNCH_MS,
         backward_launch_ms=(1 - FORWARD_PART) * LAUNCH_MS,
     )
-
-
-def slowest_gb_s(rates: Sequence[float | None]) -> float:
-    """Return the rate of the slowest measured link, in GB/s; a guess if none was measured.
-
-    >>> slowest_gb_s([None, 20.0, 24.0]), slowest_gb_s([None])
-    (20.0, 50.0)
-    """
-    return min((rate for rate in rates if rate is not None), default=_REAL_LINK_GB_S)

@@ -20,6 +20,8 @@ from rp_engine.settings.execute_plan import MODEL_SHARE
 
 # Until times are measured: twice as long for a byte of weights as a microbatch's forward pass is guessed to take.
 _LINK_GB_S = 0.5
+# In real time: PCIe 5.
+_REAL_LINK_GB_S = 50.0
 # Shares of a device's memory. Plans may use the first once calls are measured; the rest is lost to fragmentation.
 # The second is the least that plans get, however large the measured workspace.
 USABLE = 0.95
@@ -36,7 +38,9 @@ _WEIGHT_BYTES = 2
 class Pricing:
     """The limits of one model's plans on a runtime.
 
-    `has_room_for_pairs`: whether host memory suffices if two tasks of a call add to each gradient.
+    `has_room_for_pairs`: whether host memory suffices if two tasks of a call add to each gradient. `on_host`:
+    whether devices compute on the host's cores. `sees_memory`: whether all memory of devices is counted. CPU
+    devices without a limit use host memory, where activations are not.
     """
 
     def __init__(
@@ -47,8 +51,8 @@ class Pricing:
         self._state = state
         self._runtime = runtime
         self._footprint = footprint
-        self._on_host = runtime.backend.abilities.computes_on_host
-        self._sees_memory = all(use.is_complete for use in runtime.memory())
+        self.on_host = runtime.backend.abilities.computes_on_host
+        self.sees_memory = all(use.is_complete for use in runtime.memory())
         self._devices = [lane.device.name for lane in runtime.lanes]
         self._memory_bytes = tuple(use.total_bytes for use in runtime.memory())
         self._host = host_of(state)
@@ -60,7 +64,7 @@ class Pricing:
         were measured for this many rows.
         """
         measurements = self._runtime.measurements
-        if not (self._on_host or measurements.is_probed):
+        if not (self.on_host or measurements.is_probed):
             measurements.note_probe(probed(self._runtime))
         self._is_tight = self._state.options.steps_in_backward or (
             pairs_gradients(self._state) and not self._has_room_for_pairs()
@@ -73,6 +77,13 @@ class Pricing:
             download_gb_s=_LINK_GB_S,
         )
 
+    def real_limits(self, costs: Sequence[LayerCost]) -> Limits:
+        """Return the limits of plans from guessed costs in real time, with the rates of measured links."""
+        # In this order: the first limits probe the links.
+        limits, rates = self.limits(costs), self._runtime.measurements.rates()
+        up_gb_s, down_gb_s = slowest_gb_s(rates.up_gb_s), slowest_gb_s(rates.down_gb_s)
+        return replace(limits, upload_gb_s=up_gb_s, download_gb_s=down_gb_s)
+
     def priced(self, timer: ModelTimer, limits: Limits) -> Limits:
         """Return `limits` with measured rates, for plans from measured times."""
         # The first step may make second blocks.
@@ -81,7 +92,7 @@ class Pricing:
         if self._state.trains_halves() and not is_double:
             host = in_place(host)
         speeds = timer.speeds.of(self._devices)
-        machinery = Machinery(self._memory_bytes, speeds, None if self._on_host else host)
+        machinery = Machinery(self._memory_bytes, speeds, None if self.on_host else host)
         measured = priced(limits, self._runtime.measurements.rates(), machinery)
         return replace(measured, host_memory_bytes=self._host_memory_bytes(measured.host))
 
@@ -102,7 +113,7 @@ class Pricing:
 
     def note_call(self, timer: ModelTimer, priced_plan: PricedPlan, call_ms: float) -> None:
         """Note the time of calls under this plan, which corrects the GIL's costs from the next call on."""
-        if not self._on_host:
+        if not self.on_host:
             launch_ms = priced_plan.work.launch_ms
             share = priced_plan.loads.limits.host.launch_gil_share
             timer.note_gil(call_ms, launch_ms, priced_plan.loads_ms(self.devices)["GIL"] - share * launch_ms)
@@ -135,7 +146,7 @@ class Pricing:
 
     def _leaving_bytes(self) -> int | None:
         # Until a peak is known, gradients leave before the next backward pass; then they may use the free memory.
-        return None if not self._sees_memory or self._footprint.knows_peak else 0
+        return None if not self.sees_memory or self._footprint.knows_peak else 0
 
     def _budget(self, costs: Sequence[LayerCost], rows: int, *, is_known: bool) -> int:
         smallest = self._device_bytes()
@@ -204,3 +215,12 @@ def in_place(host: Host) -> Host:
     """
     copying = replace(host, double_buffer=False).step_bytes - host.optimizer_bytes
     return replace(host, optimizer_bytes=max(host.optimizer_bytes - copying, 0.0))
+
+
+def slowest_gb_s(rates: Sequence[float | None]) -> float:
+    """Return the rate of the slowest measured link, in GB/s; a guess if none was measured.
+
+    >>> slowest_gb_s([None, 20.0, 24.0]), slowest_gb_s([None])
+    (20.0, 50.0)
+    """
+    return min((rate for rate in rates if rate is not None), default=_REAL_LINK_GB_S)

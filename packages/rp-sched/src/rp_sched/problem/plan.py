@@ -1,7 +1,7 @@
 """`Plan`: the stages of a model and the division of their microbatches."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -115,6 +115,21 @@ class Plan:
         2
         """
         return max(len(groups) or 1 for _, _, groups in self.phases())
+
+    def for_mode(self, mode: Mode) -> "Plan":
+        """Return a plan for fused calls as one for calls of `mode`, where its fused stage is an ordinary one.
+
+        >>> plan = Plan((range(0, 3),), range(3, 5), (range(0, 3),))
+        >>> plan.for_mode("train"), plan.for_mode("infer")
+        (Plan(F[0:3] F[3:5] B[3:5] B[0:3]), Plan(F[0:3] F[3:5]))
+        """
+        if mode == "fused":
+            return self
+        tail = () if self.fused is None else (self.fused,)
+        up = replace(self, forward=(*self.forward, *tail), fused=None, groups=())
+        if mode == "infer":
+            return replace(up, backward=(), backward_groups=())
+        return replace(up, backward=(*tail, *self.backward))
 
     def check(self, num_layers: int, mode: Mode) -> None:
         """Raise `InvalidPlan` unless each of `num_layers` layers runs exactly once per direction of `mode`.

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rp_sched.errors import InvalidOrder, InvalidPlan, InvalidTask
 from rp_sched.problem import bounds, spans
@@ -163,6 +163,20 @@ def order(plan: Plan, *, mode: Mode, devices: int, microbatches: int, first_devi
         Task(kind, layers, batch, (first_device + turn) % used)
         for turn, (kind, layers, batch) in enumerate(_steps(plan, microbatches))
     )
+
+
+def without_backward_below(lowest: int, tasks: Iterable[Task]) -> tuple[Task, ...]:
+    """Return tasks whose backward ends at layer `lowest`: those below need no recomputation and no weights then.
+
+    >>> without_backward_below(2, map(Task.parse, ["F[0:3] m0:4 @0", "B[1:3] m0:4 @1", "B[0:1] m0:4 @0"]))
+    (F[0:3] m0:4 @0, B[2:3] m0:4 @1)
+    """
+    return tuple(_from(lowest, task) for task in tasks if not task.recomputes or task.layers.stop > lowest)
+
+
+def _from(lowest: int, task: Task) -> Task:
+    start, stop = task.layers.start, task.layers.stop
+    return replace(task, layers=range(lowest, stop)) if task.recomputes and start < lowest else task
 
 
 def check_order(
