@@ -32,6 +32,18 @@ def mlp(width: int = 6, depth: int = 3, seed: int = 0) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
+class Scaled(nn.Module):
+    """A model that is taken apart: `mlp`, and a parameter outside of all parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.scale = nn.Parameter(torch.full((3,), 1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.inner(x)
+
+
 def batch(size: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs (size, 4) and labels (size, 3)."""
     generator = torch.Generator().manual_seed(seed)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import roundpipe
 import torch
-from plain import assert_near, batch, mlp, square_error, twin, weights
+from plain import Scaled, assert_near, batch, mlp, square_error, twin, weights
 from roundpipe import RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime, TrainingWarning
 from roundpipe import wrap_model_to_roundpipe as wrap
 from torch import nn
@@ -18,16 +18,6 @@ from torch.func import functional_call
 TWO = RoundPipeRunConfig(num_microbatch=2)
 X, Y = batch(6)
 KINDS = ("row", "apart")
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-        self.scale = nn.Parameter(torch.full((3,), 1.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scale * self.inner(x)
 
 
 def made(kind: str, runtime: Runtime) -> tuple[nn.Module, Any, Any]:

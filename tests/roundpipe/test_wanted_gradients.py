@@ -6,23 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_near, batch, gradients, mlp, square_error, twin
+from plain import Scaled, assert_near, batch, gradients, mlp, square_error, twin
 from roundpipe import RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime
 from roundpipe import wrap_model_to_roundpipe as wrap
 from torch import nn
 
 TWO = RoundPipeRunConfig(num_microbatch=2)
 X, Y = batch(6)
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-        self.scale = nn.Parameter(torch.full((3,), 1.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scale * self.inner(x)
 
 
 @pytest.fixture(params=["row", "apart"])

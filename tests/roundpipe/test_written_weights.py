@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import PATIENCE_S, assert_near, batch, gradients, mlp, plans, square_error, train_call, twin
+from plain import PATIENCE_S, Scaled, assert_near, batch, gradients, mlp, plans, square_error, train_call, twin
 from roundpipe import RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime, TrainingWarning, save_checkpoint
 from roundpipe import optim as optimizers
 from roundpipe import wrap_model_to_roundpipe as wrap
@@ -270,17 +270,6 @@ def test_writes_past_version_counters_count_and_are_told_once(
     words = [str(one.message) for one in told if issubclass(one.category, TrainingWarning)]
     assert len(words) == 1
     assert "past torch's version counters" in words[0]
-
-
-class Scaled(nn.Module):
-    """A model that is taken apart, with a parameter outside of all parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.scale = mlp(), nn.Parameter(torch.full((3,), 1.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * self.scale
 
 
 @pytest.mark.parametrize("frozen", [None, False, True], ids=["", "unfrozen", "frozen"])
