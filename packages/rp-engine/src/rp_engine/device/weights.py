@@ -18,7 +18,7 @@ from rp_transfer import Event, Ticket
 from rp_engine.device.gradient_sums import GradientSums
 from rp_engine.device.memory.fp8_twins import Fp8Products
 from rp_engine.device.memory.graph_store import NOT_FIXED, FixedBlock
-from rp_engine.device.memory.weight_cache import NoWeightCache, WeightCache
+from rp_engine.device.memory.weight_cache import NO_WEIGHT_CACHE, WeightCache
 from rp_engine.device.replica import Twins
 from rp_engine.device.transfers import bring, bring_again, save, upload_from_disk, upload_from_host
 from rp_engine.runtime.lane import Lane
@@ -39,7 +39,7 @@ class UploadContext:
     tracer: Tracer
     frozen: frozenset[int] = frozenset()
     may_outlive: bool = False
-    kept: WeightCache = NoWeightCache()  # noqa: RUF009 - it has no state
+    kept: WeightCache = NO_WEIGHT_CACHE
     call: int = 0
     version: int = 0
     products: Fp8Products | None = None

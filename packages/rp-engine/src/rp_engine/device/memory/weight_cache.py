@@ -28,10 +28,11 @@ _IN_FLIGHT = 4
 Arriving = tuple[torch.Tensor, Outcome[Event]]
 
 
-class NoWeightCache:
+class WeightCache:
     """The weights on one device that a task finds there, and those of its own that stay. For the device's thread.
 
-    In an ordinary call none stay: each task frees its weights. Some may have travelled before, see `WeightsAhead`.
+    This one finds and keeps none, as in an ordinary call: each task frees its weights. See `WeightsAhead` for some
+    that have travelled before.
     """
 
     def stage_bytes(self, otherwise: float) -> float:
@@ -79,9 +80,7 @@ class NoWeightCache:
         """Let weights go for the state of the present call to become so many times as large, and layers' work."""
 
 
-# Whether there are some or not.
-WeightCache = NoWeightCache
-NO_WEIGHT_CACHE = NoWeightCache()
+NO_WEIGHT_CACHE = WeightCache()
 
 
 @dataclass(slots=True)
@@ -91,7 +90,7 @@ class _CachedBlock:
     release: Callable[[Block, torch.Tensor], None]
 
 
-class DeviceWeightCache(NoWeightCache):
+class DeviceWeightCache(WeightCache):
     """Keeps what fits beside everything else on the device, the first layers' weights before the last ones'.
 
     So the later ones are on their way while the first ones run. What else there is comes first: state that layers
@@ -133,7 +132,7 @@ class DeviceWeightCache(NoWeightCache):
         self._coming_bytes = 0
         self._leaving: deque[tuple[Event, int]] = deque()
 
-    # See `NoWeightCache`
+    # See `WeightCache`
 
     def stage_bytes(self, otherwise: float) -> float:
         """Return the share of a task."""

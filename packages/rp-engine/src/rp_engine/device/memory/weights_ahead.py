@@ -16,7 +16,7 @@ from rp_telemetry.tracing import Tracer
 from rp_telemetry.transfer_times import UNTIMED
 from rp_transfer import Event, Ticket
 
-from rp_engine.device.memory.weight_cache import Arriving, NoWeightCache
+from rp_engine.device.memory.weight_cache import Arriving, WeightCache
 from rp_engine.device.transfers import bring, upload_from_host
 from rp_engine.runtime.lane import Lane
 from rp_engine.runtime.porter import Porter
@@ -51,7 +51,7 @@ class _Begun(NamedTuple):
         return is_cancelled
 
 
-class WeightsAhead(NoWeightCache):
+class WeightsAhead(WeightCache):
     """A model's trained weights on their way to one device for the training call that comes next.
 
     The launcher's thread says which are expected, the optimizer's thread sends each as it is published. A task
