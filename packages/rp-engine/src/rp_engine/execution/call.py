@@ -173,11 +173,6 @@ class Call:
     number: int = field(default_factory=_NUMBERS.__next__)
 
     @property
-    def aside(self) -> Aside | None:
-        """What tells the call, if it is none of the user's."""
-        return None if self.manner is USUAL else self.manner
-
-    @property
     def holds_state(self) -> bool:
         """See `Aside`."""
         return self.manner.holds_state

@@ -11,22 +11,19 @@ import rp_batch
 import torch
 from rp_recompute.attributes import Attributes, ModuleCopy, attributes_of, changes
 from rp_recompute.randomness import RngConsumer
-from rp_sched import Task
-from rp_telemetry.layer_times import LayerTimes
 from rp_transfer import NotCapturable, is_out_of_memory
 
 from rp_engine.device.memory.graph_store import Entry
-from rp_engine.device.weights import Weights
 from rp_engine.errors import ImpureLayer
+from rp_engine.execution.call import USUAL
 from rp_engine.execution.graphs.graph_memory import NoRoom, TaskGraphMemory
 from rp_engine.execution.graphs.graphable import Graphable, task_reason
 from rp_engine.execution.graphs.layer_graphs import CaptureWork, LayerGraphs
 from rp_engine.execution.graphs.replay_steps import LayerCallback, Replays, Steps, divided, ignore
 from rp_engine.execution.graphs.trial import Trial
 from rp_engine.execution.lazy import is_lazy
-from rp_engine.execution.stage.activity import TaskActivity
 from rp_engine.execution.stage.layer_runs import LayerRuns
-from rp_engine.execution.stage.task_context import TaskContext
+from rp_engine.execution.stage.running_task import RunningTask
 
 _LOG = logging.getLogger(__name__)
 # Weights that a graph awaits, and gradients that leave after it, are so many bytes or one layer's. As large as a
@@ -51,17 +48,8 @@ class TaskGraphs:
     see of a layer. Else it is replayed as weights arrive, and the last one while gradients leave.
     """
 
-    def __init__(
-        self,
-        place: TaskContext,
-        task: Task,
-        weights: Weights,
-        layers: LayerRuns,
-        times: LayerTimes | None,
-        activity: TaskActivity,
-        *,
-        is_whole: bool,
-    ) -> None:
+    def __init__(self, running: RunningTask, layers: LayerRuns) -> None:
+        place, task, weights, times = running.place, running.task, running.weights, running.times
         self._place = place
         self._call = call = place.call
         self._device = place.lane.device
@@ -71,8 +59,8 @@ class TaskGraphs:
         self._weights = weights
         self._memory = TaskGraphMemory(place, task, weights)
         self._layers = layers
-        self._activity = activity
-        self._call_number = 0 if call.aside else self._store.number(call.mode, call.number)
+        self._activity = running.activity
+        self._call_number = self._store.number(call.mode, call.number) if call.manner is USUAL else 0
         # Tasks that add gradients run layers with a graph of autograd.
         self._trains = task.adds_gradients
         self._graphable = Graphable(place)
@@ -81,11 +69,12 @@ class TaskGraphs:
         self._kinds: dict[range, Hashable] = {}
         # The first layer beyond those that graphs are there for, or to be.
         self._prepared = 0
-        self._replays = Replays(place, activity, times, weights.sums.count)
+        self._replays = Replays(place, running.activity, times, weights.sums.count)
         call.graph_work.is_measured |= times is not None and not times.timer.VERBOSE
         # Calls that are measured for a plan by Python have no replays.
         is_asked = call.by_graphs and (times is None or bool(times.by_graphs))
-        self.is_used = is_asked and call.aside is None and not self._store.is_off
+        self.is_used = is_asked and call.manner is USUAL and not self._store.is_off
+        is_whole = not (running.is_part or running.recomputes)
         if self.is_used and (reason := task_reason(place, is_whole=is_whole)) is not None:
             self._tell(task.layers, reason)
             self.is_used = False
@@ -120,7 +109,7 @@ class TaskGraphs:
         """Find what there is of graphs, as the task begins; free it if no later calls are to have any."""
         if self._call.frees_graphs and self._store.slots:
             self._store.clear()
-        if not self._call.aside:
+        if self._call.manner is USUAL:
             self._store.tidy(self._call.mode, self._call_number)
         self.is_used = self.is_used and not self._store.is_off
         if self.is_used:

@@ -8,18 +8,14 @@ from typing import Any
 
 import rp_batch
 import torch
-from rp_sched import Task
 from rp_state.block import Block
-from rp_telemetry.layer_times import LayerTimes
 from rp_telemetry.tracing import NOTHING
 
-from rp_engine.device.weights import Weights
 from rp_engine.execution.graphs.replay_steps import ignore
 from rp_engine.execution.graphs.task_graphs import TaskGraphs
 from rp_engine.execution.lazy import is_lazy
-from rp_engine.execution.stage.activity import TaskActivity
 from rp_engine.execution.stage.layer_runs import LayerRuns
-from rp_engine.execution.stage.task_context import TaskContext
+from rp_engine.execution.stage.running_task import RunningTask
 
 # Gradients leave during backward in groups of so many bytes of weights: each departure takes the GIL from the
 # thread that launches backward.
@@ -29,32 +25,21 @@ _DEPARTURE_BYTES = 128 << 20
 class Backpropagation:
     """Runs layers with a graph, then backward through it.
 
-    `is_part`: see `Stage`. Gradients of a layer leave when backward has passed it for the last microbatch.
+    Gradients of a layer leave when backward has passed it for the last microbatch.
     """
 
-    def __init__(
-        self,
-        place: TaskContext,
-        task: Task,
-        weights: Weights,
-        layers: LayerRuns,
-        times: LayerTimes | None,
-        activity: TaskActivity,
-        graphs: TaskGraphs,
-        *,
-        is_part: bool,
-    ) -> None:
-        self._place = place
-        self._call = place.call
-        self._twins = place.twins
-        self._device = place.lane.device
-        self._task = task
-        self._weights = weights
+    def __init__(self, running: RunningTask, layers: LayerRuns, graphs: TaskGraphs) -> None:
+        self._place = running.place
+        self._call = running.place.call
+        self._twins = running.place.twins
+        self._device = running.place.lane.device
+        self._task = running.task
+        self._weights = running.weights
         self._layers = layers
-        self._times = times
-        self._activity = activity
+        self._times = running.times
+        self._activity = running.activity
         self._graphs = graphs
-        self._is_part = is_part
+        self._is_part = running.is_part
 
     def forward(self, layers: range, microbatch: int, tree: Any, *, recomputes: bool) -> Any:
         """Run layers, keeping their graph; return the output of the last one. `recomputes`: recompute them."""

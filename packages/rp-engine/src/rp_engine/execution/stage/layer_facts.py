@@ -49,7 +49,7 @@ class LayerFacts:
         call, twins, state = place.call, place.twins, place.call.state.layers[layer]
         is_last = layer + 1 == call.num_layers
         is_for_loss = is_last and call.computes_loss(task)
-        view = call.aside.view if call.aside is not None and is_last else None
+        view = call.manner.view if is_last else None
         # Under some plan: not if only the loss function reads its output.
         crosses = view is None and (not is_for_loss or call.keep_outputs)
         return cls(

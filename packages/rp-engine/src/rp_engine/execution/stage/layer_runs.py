@@ -17,25 +17,19 @@ from rp_recompute.examination import Subject, examined
 from rp_recompute.precision import least_precise
 from rp_recompute.randomness import RngConsumer, unseeded
 from rp_recompute.widening import Widening
-from rp_sched import Task
-from rp_telemetry.layer_times import LayerTimes
 from rp_telemetry.tracing import NOTHING
 
 from rp_engine.context import RecomputeCtx
-from rp_engine.device.activations import PacketCopier, enter
+from rp_engine.device.activations import enter
 from rp_engine.device.saved_data import Data, SavedData
 from rp_engine.device.twins.content import WRITTEN
-from rp_engine.device.weights import Weights
 from rp_engine.errors import ImpureLayer
-from rp_engine.execution.effects.aliasing import AliasTracker
 from rp_engine.execution.effects.boundary import BoundaryChecks, Given
 from rp_engine.execution.effects.buffers import LayerBuffers
 from rp_engine.execution.effects.sampled_comparison import SampledComparison
 from rp_engine.execution.lazy import computed
-from rp_engine.execution.shortage.task_slots import TaskSlots
-from rp_engine.execution.stage.activity import TaskActivity
 from rp_engine.execution.stage.layer_facts import LayerFacts, wants_examination
-from rp_engine.execution.stage.task_context import TaskContext
+from rp_engine.execution.stage.running_task import RunningTask
 
 _FORWARD = "in {0}, forward, microbatch {1}"
 _COMPARISON = "in {0}, recomputation to compare with forward, microbatch {1}"
@@ -63,17 +57,9 @@ class _Run:
 class LayerRuns:
     """Runs a task's layers with their seeds, buffers and saved data."""
 
-    def __init__(
-        self,
-        place: TaskContext,
-        task: Task,
-        weights: Weights,
-        slots: TaskSlots,
-        copier: PacketCopier,
-        times: LayerTimes | None,
-        activity: TaskActivity,
-        aliases: AliasTracker,
-    ) -> None:
+    def __init__(self, running: RunningTask) -> None:
+        place, task, times = running.place, running.task, running.times
+        weights, copier, slots = running.weights, running.copier, running.slots
         self._place = place
         self._call = place.call
         # Read once: the next lines of each layer and microbatch count.
@@ -84,9 +70,9 @@ class LayerRuns:
         self._task = task
         self._weights = weights
         self._times = times
-        self._activity = activity
+        self._activity = running.activity
         self._saved_data = SavedData(self._device.torch_device, copier, slots)
-        self._boundary = BoundaryChecks(place.call, aliases)
+        self._boundary = BoundaryChecks(place.call, running.aliases)
         self._facts = {layer: LayerFacts.of(place, task, layer, self._boundary, times) for layer in task.layers}
         self._sampled = SampledComparison(place.call, copier, slots, self._device.torch_device)
         self._buffers = LayerBuffers(place.call, task, weights, copier, slots, self._sampled)

@@ -14,16 +14,15 @@ from rp_telemetry.layer_times import LayerTimes
 from rp_telemetry.tracing import NOTHING
 from rp_transfer import Event
 
-from rp_engine.device.activations import Arrived, Origins, PacketCopier, enter
+from rp_engine.device.activations import Arrived, Origins, enter
 from rp_engine.device.packet import Slot, is_dense
 from rp_engine.device.weights import Weights
-from rp_engine.execution.effects.aliasing import AliasTracker
 from rp_engine.execution.graphs.task_graphs import TaskGraphs
 from rp_engine.execution.losses import check_losses
 from rp_engine.execution.shortage.task_slots import TaskSlots
-from rp_engine.execution.stage.activity import TaskActivity
 from rp_engine.execution.stage.backpropagation import Backpropagation
 from rp_engine.execution.stage.layer_runs import LayerRuns
+from rp_engine.execution.stage.running_task import RunningTask
 from rp_engine.execution.stage.task_context import TaskContext
 from rp_engine.execution.stage.task_packets import TaskPackets
 
@@ -49,6 +48,7 @@ class Stage:
         recomputes: bool = False,
         is_part: bool = False,
     ) -> None:
+        running = RunningTask.of(place, task, weights, slots, times, recomputes=recomputes, is_part=is_part)
         self._place = place
         self._call = place.call
         self._lane = place.lane
@@ -62,16 +62,12 @@ class Stage:
         self.next_microbatch = task.microbatches.start
         # Once buffers are on their way, the host no longer has those that a second run would start from.
         self._is_returning = False
-        self._activity = activity = TaskActivity(place.call, task, self._device.name)
-        self._copier = copier = PacketCopier(place.backend, place.lane, weights.holds, place.tracer)
-        aliases = AliasTracker(
-            lambda tensor: "a parameter or buffer of the model" if weights.holds(tensor) else None
-        )
-        self._packets = TaskPackets(place, task, slots, copier, activity, aliases)
-        self._layers = LayerRuns(place, task, weights, slots, copier, times, activity, aliases)
-        is_whole = not is_part and not recomputes
-        self._graphs = graphs = TaskGraphs(place, task, weights, self._layers, times, activity, is_whole=is_whole)
-        self._graph = Backpropagation(place, task, weights, self._layers, times, activity, graphs, is_part=is_part)
+        self._activity = running.activity
+        self._copier = running.copier
+        self._packets = TaskPackets(running)
+        self._layers = LayerRuns(running)
+        self._graphs = TaskGraphs(running, self._layers)
+        self._graph = Backpropagation(running, self._layers, self._graphs)
 
     def where(self) -> str:
         """Name the last activity in words, for an error's note."""

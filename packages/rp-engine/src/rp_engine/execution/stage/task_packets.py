@@ -7,37 +7,25 @@ from typing import Any
 
 import rp_batch
 import torch
-from rp_sched import Task
 
-from rp_engine.device.activations import Arrived, Origins, PacketCopier, enter
+from rp_engine.device.activations import Arrived, Origins, enter
 from rp_engine.device.packet import Slot
-from rp_engine.execution.effects.aliasing import AliasTracker
 from rp_engine.execution.lazy import value_of
-from rp_engine.execution.shortage.task_slots import TaskSlots
-from rp_engine.execution.stage.activity import TaskActivity
-from rp_engine.execution.stage.task_context import TaskContext
+from rp_engine.execution.stage.running_task import RunningTask
 
 
 class TaskPackets:
     """Takes activations, gradients and labels for a task, and puts what the task makes of them."""
 
-    def __init__(
-        self,
-        place: TaskContext,
-        task: Task,
-        slots: TaskSlots,
-        copier: PacketCopier,
-        activity: TaskActivity,
-        aliases: AliasTracker,
-    ) -> None:
-        self._call = place.call
-        self._device = place.lane.device
-        self._tracer = place.tracer
-        self._task = task
-        self._exchange = slots
-        self._copier = copier
-        self._activity = activity
-        self._aliases = aliases
+    def __init__(self, running: RunningTask) -> None:
+        self._call = running.place.call
+        self._device = running.place.lane.device
+        self._tracer = running.place.tracer
+        self._task = running.task
+        self._exchange = running.slots
+        self._copier = running.copier
+        self._activity = running.activity
+        self._aliases = running.aliases
 
     # Taken
 
