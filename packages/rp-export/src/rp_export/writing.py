@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from rp_adapters.parts import modules_of
-from rp_checkpoint.files.tensor_file import Source
+from rp_checkpoint.files.tensor_file import Source, sources_of_converted
 from rp_checkpoint.files.writer import Writer
 from rp_checkpoint.saving.shards import divided, file_name, index_of
 from rp_presets import Conversion, saved_layout, write_configuration
@@ -59,7 +59,7 @@ def write_model(folder: Path, model: nn.Module, weights: MergedWeights, shard_by
         for saved, own in layout.names.items()
     ]
     for conversion in layout.conversions:
-        sources += _converted(conversion, weights)
+        sources += sources_of_converted(conversion.results, partial(_converted, conversion, weights))
     _write(folder, divided(sorted(sources, key=lambda one: one.name), shard_bytes))
 
 
@@ -115,24 +115,8 @@ def _outlined(model: nn.Module, weights: MergedWeights) -> nn.Module:
     return bare
 
 
-def _converted(conversion: Conversion, weights: MergedWeights) -> list[Source]:
-    """Return sources that are converted together when the first is read; reading the last frees the memory."""
-    held: dict[str, torch.Tensor] = {}
-    left = set(conversion.results)
-
-    def read(name: str) -> torch.Tensor:
-        if not held:
-            held.update(conversion.convert({own: weights.read(own) for own in conversion.sources}))
-        left.discard(name)
-        result = held[name]
-        if not left:
-            held.clear()
-        return result
-
-    return [
-        Source(name, meta.dtype, tuple(meta.shape), partial(read, name))
-        for name, meta in conversion.results.items()
-    ]
+def _converted(conversion: Conversion, weights: MergedWeights) -> dict[str, torch.Tensor]:
+    return conversion.convert({name: weights.read(name) for name in conversion.sources})
 
 
 def _write(folder: Path, shards: Sequence[Sequence[Source]]) -> None:

@@ -13,6 +13,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -97,6 +98,32 @@ def source_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None)
 def deferred_source(name: str, tensor: Deferred) -> Source:
     """Return the source that reads this tensor part by part while it is written."""
     return Source(name, tensor.dtype, tensor.shape, tensor.read, tensor.read_part)
+
+
+def sources_of_converted(
+    results: Mapping[str, torch.Tensor], convert: Callable[[], Mapping[str, torch.Tensor]]
+) -> list[Source]:
+    """Return sources that are converted together when the first is read; reading the last frees the memory.
+
+    `results`: what `convert` returns, by name, on the meta device.
+
+    >>> one, two = sources_of_converted(meta := {"a": torch.zeros(2), "b": torch.zeros(3)}, lambda: meta)
+    >>> one.name, two.read()
+    ('a', tensor([0., 0., 0.]))
+    """
+    converted: dict[str, torch.Tensor] = {}
+    left = set(results)
+
+    def read(name: str) -> torch.Tensor:
+        if not converted:
+            converted.update(convert())
+        left.discard(name)
+        result = converted[name]
+        if not left:
+            converted.clear()
+        return result
+
+    return [Source(name, meta.dtype, tuple(meta.shape), partial(read, name)) for name, meta in results.items()]
 
 
 def header(sources: Sequence[Source], metadata: Mapping[str, str]) -> bytes:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,11 @@ from rp_optim.host import HostOptimizer
 
 from rp_checkpoint.errors import CheckpointError
 from rp_checkpoint.files.manifest import FORMAT, OWN
-from rp_checkpoint.files.tensor_file import Source, deferred_source, sample, source_of
+from rp_checkpoint.files.tensor_file import Source, deferred_source, sample, source_of, sources_of_converted
 from rp_checkpoint.files.values import Tensor, encode
 from rp_checkpoint.files.writer import Writer
 from rp_checkpoint.model.facts import class_name
-from rp_checkpoint.model.layout import CheckpointLayout
+from rp_checkpoint.model.layout import CheckpointLayout, Conversion
 from rp_checkpoint.random_state import random_states
 from rp_checkpoint.saving.shards import divided, file_name, index_of
 from rp_checkpoint.saving.shared import SharedCheckpoint, numbered
@@ -227,8 +228,11 @@ class Snapshot:
         exported = [item for item in self.layout.exported.items() if self._owns(self._held[item[1]])]
         sources = [_renamed(saved, self._final(own)) for saved, own in exported]
         for conversion in self.layout.conversions if self.shared.is_first else ():
-            sources += _converted(conversion.sources, conversion.results, conversion.convert, self._final_tensor)
+            sources += sources_of_converted(conversion.results, partial(self._converted, conversion))
         return divided(sources, shard_bytes) if sources or self.shared.is_alone else []
+
+    def _converted(self, conversion: Conversion) -> dict[str, torch.Tensor]:
+        return conversion.convert({name: self._final_tensor(name) for name in conversion.sources})
 
     def _write_model(self, writer: Writer, shards: Mapping[str, list[Source]]) -> None:
         metadata = {"format": "pt"}
@@ -305,27 +309,3 @@ def _value(name: str, held: ModelTensor) -> Source:
 
 def _renamed(name: str, source: Source) -> Source:
     return replace(source, name=name)
-
-
-def _converted(
-    names: Sequence[str],
-    results: Mapping[str, torch.Tensor],
-    convert: Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]],
-    tensor: Callable[[str], torch.Tensor],
-) -> list[Source]:
-    """Return sources that are converted together when the first is read; reading the last frees the memory."""
-    converted: dict[str, torch.Tensor] = {}
-    left = set(results)
-
-    def read(name: str) -> torch.Tensor:
-        if not converted:
-            converted.update(convert({own: tensor(own) for own in names}))
-        left.discard(name)
-        result = converted[name]
-        if not left:
-            converted.clear()
-        return result
-
-    return [
-        Source(name, meta.dtype, tuple(meta.shape), lambda name=name: read(name)) for name, meta in results.items()
-    ]
