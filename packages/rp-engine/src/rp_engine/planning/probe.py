@@ -83,7 +83,6 @@ class _LinkDirection:
     def __init__(self, backend: Backend, lane: Lane, way: Way, nbytes: int) -> None:
         self._porter: Porter = lane.inbox if way == "up" else lane.outbox
         self._host = backend.host_empty((nbytes,), torch.uint8)
-        self._backend = backend
         self._way = way
         backend.host_touch(write=(self._host,), what="probe")
         self._host.zero_()

@@ -60,7 +60,6 @@ class Recording:
     """
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
         self._log = _Log(len(backend.devices) * len(_STREAMS))
         self.abilities = backend.abilities
         self.devices = tuple(

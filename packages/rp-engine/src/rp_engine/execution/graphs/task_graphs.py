@@ -59,7 +59,6 @@ class TaskGraphs:
         self._weights = weights
         self._memory = TaskGraphMemory(place, task, weights)
         self._layers = layers
-        self._activity = running.activity
         self._call_number = self._store.number(call.mode, call.number) if call.manner is USUAL else 0
         # Tasks that add gradients run layers with a graph of autograd.
         self._trains = task.adds_gradients
