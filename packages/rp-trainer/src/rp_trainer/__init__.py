@@ -1,4 +1,4 @@
-"""Hugging Face `Trainer` and TRL's trainers on RoundPipe: two changed lines in a script."""
+"""Training loops on RoundPipe: Hugging Face `Trainer`, TRL's trainers, Lightning, and one of our own."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -200,13 +200,17 @@ class Run:
                 jobs.popleft()
         except BaseException as error:
             # For example Ctrl-C: later work must not wait for tasks that will never run.
-            self.abort(error, "while it was launched")
-            self._error = None
-            self._unreported.tell()
-            for _, job in jobs:
-                job.leave()
-            self._turns.leave_step()
+            self._abandon(error, [job for _, job in jobs])
             raise
+
+    def _abandon(self, error: BaseException, jobs: Sequence[TaskJob]) -> None:
+        """Abort a launch, whose caller raises the error; `jobs` are not queued."""
+        self.abort(error, "while it was launched")
+        self._error = None
+        self._unreported.tell()
+        for job in jobs:
+            job.leave()
+        self._turns.leave_step()
 
     def _followed(self, outcome: Outcome[None]) -> Outcome[None]:
         self._tracer.follow(outcome)

@@ -173,7 +173,7 @@ class LaunchChoice:
         self._is_timed = is_timed
         self._kept = kept
         # What an earlier process has settled for, until it is checked.
-        self._before: KeptLaunch | None = None
+        self._earlier: KeptLaunch | None = None
         self._asked: Hashable = None
         self._num_drifts = measured.num_drifts
         # Calls have shown whether graphs gain, for layers as they are.
@@ -184,13 +184,13 @@ class LaunchChoice:
         self._ms: dict[bool, deque[float]] = {}
         self._num_plans = self._idle_calls = 0
         self._forget_calls()
-        if is_timed and (before := kept.launch()) is not None:
-            self._begin_with(before)
+        if is_timed and (earlier := kept.launch()) is not None:
+            self._begin_with(earlier)
 
-    def _begin_with(self, before: KeptLaunch) -> None:
-        self._before, self.layers = before, before.layers
-        self.decision = LaunchDecision(before.by_graphs, f"in an earlier process {before}")
-        self._measured.launch_by_graphs(before.by_graphs)
+    def _begin_with(self, earlier: KeptLaunch) -> None:
+        self._earlier, self.layers = earlier, earlier.layers
+        self.decision = LaunchDecision(earlier.by_graphs, f"in an earlier process {earlier}")
+        self._measured.launch_by_graphs(earlier.by_graphs)
         _LOG.info("%s: launch %s", self._measured.what, self.decision)
 
     @property
@@ -201,16 +201,16 @@ class LaunchChoice:
     def decide(self, question: LaunchQuestion) -> None:
         """Decide how the next call is launched; a change is one line in the log."""
         if self._measured.num_drifts != self._num_drifts:
-            self._num_drifts, self._is_judged, self._before = self._measured.num_drifts, False, None
+            self._num_drifts, self._is_judged, self._earlier = self._measured.num_drifts, False, None
             self._forget_calls()
         before, self._plan = self._plan, question.plan
         if before not in (None, self._plan) and self._num_plans < _PLANS:
             self._num_plans += 1
             # Calls by Python that graphs are compared with were under the plan that was best for these.
             self._ms[self.by_graphs].clear()
-        self._check_before()
+        self._check_earlier()
         self._judge()
-        if not self._is_judged and self._before is None and self._has_news():
+        if not self._is_judged and self._earlier is None and self._has_news():
             self._predict(question)
         self._measured.launch_by_graphs(self.by_graphs)
 
@@ -231,7 +231,7 @@ class LaunchChoice:
         """Note a call that is configured to have no graphs. After some of these there are none to count with."""
         self._idle_calls += 1
         if self.by_graphs and self._idle_calls >= _PATIENCE:
-            self._chose_graphs, self._asked, self._before = False, None, None
+            self._chose_graphs, self._asked, self._earlier = False, None, None
             self._set(LaunchDecision(False, "configured"), frozenset())
 
     def follow(self, question: LaunchQuestion) -> None:
@@ -247,7 +247,7 @@ class LaunchChoice:
 
     def refuse(self, reason: str) -> None:
         """Launch by Python from now on, until layers take other times."""
-        self._is_judged, self._chose_graphs, self._before = True, False, None
+        self._is_judged, self._chose_graphs, self._earlier = True, False, None
         self._set(LaunchDecision(False, reason), frozenset())
 
     def _has_news(self) -> bool:
@@ -267,16 +267,16 @@ class LaunchChoice:
         """Whether there are calls by Python to compare graphs with."""
         return not self._is_timed or len(self._ms[False]) >= _TRIAL
 
-    def _check_before(self) -> None:
+    def _check_earlier(self) -> None:
         """Once calls are timed, believe what an earlier process has measured if they take what they took there."""
-        before = self._before
-        if before is None or len(self._ms[before.by_graphs]) < _TRIAL:
+        earlier = self._earlier
+        if earlier is None or len(self._ms[earlier.by_graphs]) < _TRIAL:
             return
-        self._before = None
-        if abs(median(self._ms[before.by_graphs]) - before.ms) > _SAME * before.ms:
+        self._earlier = None
+        if abs(median(self._ms[earlier.by_graphs]) - earlier.ms) > _SAME * earlier.ms:
             self._asked = None
-        elif before.by_graphs:
-            self._ms[False].extend([before.eager_ms] * _TRIAL)
+        elif earlier.by_graphs:
+            self._ms[False].extend([earlier.eager_ms] * _TRIAL)
         else:
             self._is_judged = True
 
@@ -285,7 +285,7 @@ class LaunchChoice:
         if not self.by_graphs or self._is_judged:
             return
         by_graphs = self._ms[True]
-        if not self._has_base and self._before is None:
+        if not self._has_base and self._earlier is None:
             self._asked = None
             self._set(LaunchDecision(False, "calls without graphs are to be timed first"), frozenset())
         elif self._idle_calls >= _PATIENCE:

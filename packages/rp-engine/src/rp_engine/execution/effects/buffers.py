@@ -87,10 +87,7 @@ class LayerBuffers:
             for block in memories
             if self._writes(layer, block, before[block], memories[block], versions[block])
         ]
-        for block in written:
-            self._refuse_divided(layer)
-            self._refuse_torn(block)
-            self._refuse_shared(layer, block)
+        self._refuse(layer, written)
         if self._call.compares and microbatch == 0:
             for block in [block for block in memories if block not in written]:
                 self._sampled.see_buffers(layer, block, before[block], memories[block])
@@ -135,6 +132,12 @@ class LayerBuffers:
                 block.writes = False
         return bool(block.writes)
 
+    def _refuse(self, layer: int, written: Sequence[Block]) -> None:
+        for block in written:
+            self._refuse_divided(layer)
+            self._refuse_apart(block)
+            self._refuse_shared(layer, block)
+
     def _refuse_divided(self, layer: int) -> None:
         if self._call.is_divided:
             raise AloneOnly(
@@ -143,7 +146,7 @@ class LayerBuffers:
                 "eval()), replace them, or train on one machine"
             )
 
-    def _refuse_torn(self, block: Block) -> None:
+    def _refuse_apart(self, block: Block) -> None:
         # A stage runs all microbatches before the next stage starts, so layers in different stages would write in
         # another order than in plain PyTorch. A planned stage may hold all these layers in one call, not in the
         # next.
