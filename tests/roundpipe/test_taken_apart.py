@@ -386,3 +386,18 @@ def test_a_bias_that_a_part_returns_is_no_batch(rows: int, width: int) -> None:
     truth(x).square().sum().backward()
     for one, other in zip(model.parameters(), truth.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_batch_without_samples_is_plain_pytorchs(two: Runtime) -> None:
+    model = Biased(6)
+    truth = copy.deepcopy(model)
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    wrapped = wrap(model, False, runtime=two, lower_threshold=0, upper_threshold=200)
+
+    for rows in (0, 4, 0):
+        wrapped(x[:rows]).square().sum().backward()
+        truth(x[:rows]).square().sum().backward()
+    wrapped.synchronize()
+
+    for one, other in zip(model.parameters(), truth.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)

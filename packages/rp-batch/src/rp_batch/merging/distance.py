@@ -26,9 +26,9 @@ def distance(whole: torch.Tensor, other: torch.Tensor, dim: int | None = None) -
         return math.inf
     if whole.layout is not torch.strided:
         return distance(whole.to_dense(), other.to_dense(), dim)
-    rows, others = _rows(whole.detach(), dim), _rows(other.detach(), dim)
-    if not rows.numel():
+    if not whole.numel():
         return 0.0
+    rows, others = _rows(whole.detach(), dim), _rows(other.detach(), dim)
     count = max(1, _PIECE_ELEMENTS // rows.shape[1])
     pieces = zip(torch.split(rows, count), torch.split(others, count), strict=True)
     if not (whole.is_floating_point() or whole.is_complex()):
