@@ -462,11 +462,29 @@ MEANS = {
     "module": nn.MSELoss(),
     "function": nn.functional.mse_loss,
     "partial": partial(nn.functional.huber_loss, delta=2.0),
+    "by batch": nn.KLDivLoss(reduction="batchmean"),
+}
+
+
+def made(reduction: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    return lambda outputs, label: nn.functional.mse_loss(outputs, label, reduction=reduction)
+
+
+SEEN_MEANS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "function": lambda outputs, label: nn.functional.cross_entropy(outputs, label.argmax(1), ignore_index=0),
+    "module": lambda outputs, label: nn.L1Loss()(outputs, label),
+    "method": lambda outputs, label: (outputs - label).square().mean(),
+    "torch.mean": lambda outputs, label: torch.mean((outputs - label).abs()),
+    "one of two": lambda outputs, label: [square_error(outputs, label), nn.functional.l1_loss(outputs, label)],
+    "closure": made("mean"),
 }
 SUMS = {
     "module": nn.MSELoss(reduction="sum"),
     "partial": partial(nn.functional.mse_loss, reduction="sum"),
     "own": square_error,
+    "closure": made("sum"),
+    "divided by the number of microbatches": lambda outputs, label: nn.functional.mse_loss(outputs, label) / 3,
+    "means over features": lambda outputs, label: (outputs - label).square().mean(1).sum(),
 }
 
 
@@ -476,6 +494,17 @@ def test_a_mean_over_each_of_several_microbatches_is_told(two: Runtime, kind: st
     x, y = batch(6)
     with pytest.warns(TrainingWarning, match="3 times as large as its mean's.*token_mean") as told:
         model.forward_backward((x,), None, y, MEANS[kind], run_config=RoundPipeRunConfig(num_microbatch=3))
+    assert [one.filename for one in told] == [__file__]
+
+
+@pytest.mark.parametrize("call", ["forward_backward", "loss"])
+@pytest.mark.parametrize("kind", SEEN_MEANS)
+def test_a_loss_function_that_is_seen_to_return_a_mean_is_told(two: Runtime, kind: str, call: str):
+    model = RoundPipe(mlp(), runtime=two)
+    x, y = batch(6)
+    run_config = RoundPipeRunConfig(num_microbatch=3)
+    with pytest.warns(TrainingWarning, match="3 times as large as its mean's.*token_mean") as told:
+        getattr(model, call)((x,), None, y, SEEN_MEANS[kind], run_config=run_config)
     assert [one.filename for one in told] == [__file__]
 
 

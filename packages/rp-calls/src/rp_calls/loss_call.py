@@ -12,6 +12,7 @@ from rp_engine import Arrivals, LossFn, RoundPipeRunConfig
 from rp_sched import Mode
 
 from rp_calls.dividing.splitter import CallSplitter
+from rp_calls.mean_loss import WatchedLoss
 from rp_calls.outputs import check_outputs, merged
 from rp_calls.own_loss import OwnLoss, check_arguments, choose_loss, with_loss
 
@@ -61,6 +62,11 @@ class LossCall:
         arrivals = Arrivals(splitter.runtime.backend, (asked.args, chosen.kwargs, asked.label))
         parts = splitter.split(asked.args, chosen.kwargs, arrivals, config, mode)
         return cls(parts, *chosen.in_parts(parts), arrivals, config, is_own=chosen.is_own)
+
+    def tell(self) -> None:
+        """Warn of what was seen of the loss function, once the call is over."""
+        if isinstance(self.loss_fn, WatchedLoss):
+            self.loss_fn.tell()
 
     def with_outputs(self, losses: Any, outputs: Sequence[Any], model: object) -> tuple[Any, Any]:
         """Return the losses of the batch and its outputs; `model` made these, which are given by microbatches."""

@@ -10,11 +10,10 @@ from typing import Any, Protocol, cast, runtime_checkable
 import rp_batch
 import torch
 from rp_engine import LossFn
-from rp_engine.context import computing_loss
 from rp_engine.wrapping import check_losses
 from torch import nn
 
-from rp_calls.mean_loss import tell_mean
+from rp_calls.mean_loss import WatchedLoss
 from rp_calls.token_mean import TokenMean
 
 _WHAT_TO_DO = (
@@ -100,8 +99,7 @@ def choose_loss(
         over = loss_fn.for_batch(label) if isinstance(loss_fn, TokenMean) else None
 
         def in_parts(parts: rp_batch.Parts[Any]) -> tuple[Sequence[Any], LossFn]:
-            tell_mean(loss_fn, len(parts))
-            return _split(label, parts, split_label), over or partial(_of_part, len(parts), loss_fn)
+            return _split(label, parts, split_label), over or WatchedLoss(loss_fn, len(parts))
 
         return ChosenLoss(dict(kwargs), in_parts)
     refuse_label(label, kwargs)
@@ -148,11 +146,6 @@ def loss_of_whole(outputs: Any, label: Any, loss_fn: LossFn) -> torch.Tensor | l
     found: Any = _of_outputs(1, None, outputs, None) if is_own else loss_fn(outputs, label)
     losses, _ = check_losses(found, with_grad=False)
     return losses[0] if isinstance(found, torch.Tensor) else losses
-
-
-def _of_part(microbatches: int, loss_fn: LossFn, outputs: Any, label: Any) -> Any:
-    with computing_loss(microbatches):
-        return loss_fn(outputs, label)
 
 
 def _own(own: OwnLoss, kwargs: Mapping[str, Any]) -> ChosenLoss:

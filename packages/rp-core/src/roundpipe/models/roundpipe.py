@@ -278,6 +278,7 @@ class RoundPipe(OnOneEngine):
         losses, outputs = self._engine.forward_backward(
             call.parts, call.labels, call.arrivals, call.loss_fn, config, keep=return_outputs, step=step
         )
+        call.tell()
         return call.with_outputs(losses, outputs, self.model) if return_outputs else losses
 
     @untraced
@@ -329,6 +330,7 @@ class RoundPipe(OnOneEngine):
         losses, outputs = self._engine.loss(
             call.parts, call.labels, call.arrivals, call.loss_fn, config, keep=return_outputs
         )
+        call.tell()
         return call.with_outputs(losses, outputs, self.model) if return_outputs else losses
 
     def _checked(self, asked: LossArguments) -> LossArguments:
