@@ -37,7 +37,7 @@ MARKS = {
     "llava-onevision": "<image>",
 }
 # The same of a video.
-FILM_MARKS = {
+VIDEO_MARKS = {
     "qwen3-vl": "<|vision_start|><|video_pad|><|vision_end|>",
     "glm4v": "<|begin_of_video|><|video|><|end_of_video|>",
     "llava-onevision": "<video>",
@@ -68,7 +68,7 @@ def template(family: str) -> str:
         "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
         + MARKS[family]
         + "{% elif part['type'] == 'video' %}"
-        + FILM_MARKS.get(family, "")
+        + VIDEO_MARKS.get(family, "")
         + "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
     )
     return (

@@ -11,8 +11,8 @@ import pytest
 import torch
 import vision
 from rp_cli.main import main
-from rp_data.images.films import Film
 from rp_data.images.processor import Sight
+from rp_data.images.videos import Video
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning.settings import learning_rate
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -50,7 +50,7 @@ def rows(folder: Path, family: str = "qwen3-vl") -> tuple[Path, Plain]:
     for number in (6, 7):
         own[number].save(folder / "clip" / f"{number}.png")
     own[2].save(folder / "moving.webp", save_all=True, append_images=own[3:6], duration=250, lossless=True)
-    image, video = (vision.MARKS[family], vision.FILM_MARKS[family])
+    image, video = (vision.MARKS[family], vision.VIDEO_MARKS[family])
     listed = [f"{number}.png" for number in range(4)]
     asked: list[tuple[Any, dict[str, Any], str, list[Any], list[tuple[list[Any], float]]]] = [
         ([{"type": "video", "video": listed, "fps": 4}, TEXT], {}, video, [], [(own[:4], 4.0)]),
@@ -84,7 +84,7 @@ def plain_losses(folder: Path, plain: Plain) -> list[float]:
     """Train on all at each step, as a script of transformers does."""
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
     processor = AutoProcessor.from_pretrained(folder)
-    films = [film for _, _, own in plain.values() for film in own]
+    videos = [video for _, _, own in plain.values() for video in own]
     asked, answer = "<|im_start|>user\n{}what is it?<|im_end|>\n", "<|im_start|>assistant\n{}<|im_end|>\n"
     texts = [asked.format(marks) + answer.format(said(number)["content"]) for number, (marks, *_) in plain.items()]
     inputs = processor(
@@ -92,10 +92,10 @@ def plain_losses(folder: Path, plain: Plain) -> list[float]:
         images=[images for _, images, _ in plain.values()]
         if any(images for _, images, _ in plain.values())
         else None,
-        videos=[own for own, _ in films],
+        videos=[own for own, _ in videos],
         video_metadata=[
             {"total_num_frames": len(own), "fps": fps, "frames_indices": list(range(len(own)))}
-            for own, fps in films
+            for own, fps in videos
         ],
         do_sample_frames=False,
         padding=True,
@@ -160,7 +160,7 @@ def test_prepared_videos_train_alike_are_evaluated_and_prompts_with_videos_compl
     assert main(["generate", str(run), *options, "--quiet"]) == 0, capsys.readouterr().err
     processor = AutoProcessor.from_pretrained(run / "model")
     inputs = processor(
-        text=[f"<|im_start|>user\n{vision.FILM_MARKS['qwen3-vl']}what is it?<|im_end|>\n<|im_start|>assistant\n"],
+        text=[f"<|im_start|>user\n{vision.VIDEO_MARKS['qwen3-vl']}what is it?<|im_end|>\n<|im_start|>assistant\n"],
         videos=[frames(0, 2)],
         video_metadata=[{"total_num_frames": 2, "fps": 1.0, "frames_indices": [0, 1]}],
         do_sample_frames=False,
@@ -200,7 +200,7 @@ def test_videos_of_llava_train_beside_several_images(tmp_path):
 
 def test_videos_of_other_numbers_of_frames_are_refused_where_a_batch_is_one_tensor():
     sight = Sight(vision.processor("llava-onevision"))
-    four, three = (Film(tuple(frames(0, count)), 2.0) for count in (4, 3))
+    four, three = (Video(tuple(frames(0, count)), 2.0) for count in (4, 3))
 
     assert sight.expanded("a:1", "one <video>two", [four]).end > 4
     with pytest.raises(Refused, match="a:2: the LlavaOnevisionProcessor takes videos of as many frames each"):

@@ -10,7 +10,7 @@ from comparison import Inputs, takes
 from families import GEMMA4, HIDDEN, Families, merged
 from families import OVERRIDES as CAUSAL
 from rp_presets.images.belonging import BySample
-from rp_presets.images.examples import Example, both, examples, films
+from rp_presets.images.examples import Example, both, examples, video_examples
 from torch import Tensor, nn
 
 # Towers whose features have the size that the language model reads.
@@ -200,63 +200,65 @@ def batch_of(model: nn.Module, owned: Sequence[Sequence[int]]) -> Inputs:
     return batch if takes(model, "attention_mask") else {**batch, "attention_mask": None}
 
 
-def film_of(model: nn.Module) -> Example:
+def video_example_of(model: nn.Module) -> Example:
     """The first samples with videos that the model itself takes beside images: videos of up to three frames."""
     example = example_of(model)
     with torch.no_grad():
-        for film in films(model):
+        for video in video_examples(model):
             try:
-                model(**(film.arguments if are_apart(example, film) else both(example, film)))
+                model(**(video.arguments if are_apart(example, video) else both(example, video)))
             except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, StopIteration):
                 continue
-            return film
+            return video
     raise ValueError(f"{type(model).__name__} takes no videos")
 
 
-def are_apart(example: Example, film: Example) -> bool:
+def are_apart(example: Example, video: Example) -> bool:
     """Whether videos fill the placeholders of images, so that no call has both."""
-    return example.images.token == film.images.token
+    return example.images.token == video.images.token
 
 
-def filmed_batch_of(model: nn.Module, owned: Sequence[Sequence[int]], filmed: Sequence[Sequence[int]]) -> Inputs:
-    """A batch with labels, padded. `owned`, `filmed`: which images and which videos each sample has, in order.
+def batch_with_videos_of(
+    model: nn.Module, owned: Sequence[Sequence[int]], own_videos: Sequence[Sequence[int]]
+) -> Inputs:
+    """A batch with labels, padded. `owned`, `own_videos`: which images and videos each sample has, in order.
 
     Of a model that takes no call with both, `owned` counts for nothing.
     """
-    example, film = example_of(model), film_of(model)
-    image, video = placeholder(example), film.images.token
-    owned = [()] * len(owned) if are_apart(example, film) else owned
-    features, pieces = features_of(example), pieces_of(film)
+    example, video = example_of(model), video_example_of(model)
+    of_images, of_videos = placeholder(example), video.images.token
+    owned = [()] * len(owned) if are_apart(example, video) else owned
+    features, pieces = features_of(example), pieces_of(video)
     generator = torch.Generator().manual_seed(len(owned))
     rows: list[Tensor] = []
-    for images, videos in zip(owned, filmed, strict=True):
-        row = [row_of(image, [features[one] for one in images], generator)]
+    for images, videos in zip(owned, own_videos, strict=True):
+        row = [row_of(of_images, [features[one] for one in images], generator)]
         for count in (count for one in videos for count in pieces[one]):
-            row += [torch.full((count,), video), torch.tensor([5])]
+            row += [torch.full((count,), of_videos), torch.tensor([5])]
         rows.append(torch.cat(row))
     longest = max(map(len, rows))
     ids = torch.stack([torch.cat([row, torch.full((longest - len(row),), 4)]) for row in rows])
     mask = torch.stack([(torch.arange(longest) < len(row)).long() for row in rows])
-    kinds = (ids == image).long().masked_fill(ids == video, 2)
+    kinds = (ids == of_images).long().masked_fill(ids == of_videos, 2)
     batch: Inputs = {
         "input_ids": ids,
         "attention_mask": mask,
         "labels": ids.masked_fill((mask == 0) | (kinds > 0), -100),
     }
     batch |= {name: kinds for name in example.arguments if name.endswith("token_type_ids")}
-    for one, chosen in ((example, owned), (film, filmed)):
+    for one, chosen in ((example, owned), (video, own_videos)):
         if any(chosen):
             batch |= {name: images_in(one, name, chosen) for name in one.images.names if name in one.arguments}
     return batch
 
 
-def pieces_of(film: Example) -> list[list[int]]:
+def pieces_of(video: Example) -> list[list[int]]:
     """The lengths of the pieces in which each video of an example has its placeholders."""
-    marks = torch.nn.functional.pad(film.arguments["input_ids"] == film.images.token, (1, 1)).flatten().int()
+    marks = torch.nn.functional.pad(video.arguments["input_ids"] == video.images.token, (1, 1)).flatten().int()
     turns = marks.diff().nonzero().flatten()
     lengths = iter((turns[1::2] - turns[::2]).tolist())
     found: list[list[int]] = []
-    for count in features_of(film):
+    for count in features_of(video):
         own: list[int] = []
         while sum(own) < count:
             own.append(next(lengths))
@@ -305,7 +307,7 @@ def row_of(token: int, features: Sequence[int], generator: torch.Generator) -> T
 
 # Rows that take videos, too. The first has deep-stack features and a piece a frame, the second tells of seconds.
 # Then: placeholders of images for both; frames with positions of patches; frames of one size.
-FILMS = (
+TAKE_VIDEOS = (
     "Qwen3VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Glm4vForConditionalGeneration",

@@ -6,7 +6,7 @@ import pytest
 import transformers
 from families import causal_families
 from models_table import IS_NO_ROW, WITH_VIDEOS, line, seeing_line, table
-from seeing import FILMS, NO_IMAGES, NO_ROW, NOT_BUILT, seeing_families
+from seeing import NO_IMAGES, NO_ROW, NOT_BUILT, TAKE_VIDEOS, seeing_families
 
 DOCUMENT = Path(__file__).parents[2] / "docs/models.md"
 FAMILIES = causal_families()
@@ -54,7 +54,7 @@ def test_the_rows_that_read_images_are_those_that_are_tested():
     seeing = DOCUMENT.read_text().partition("## Models that read images")[2]
     rows = {text.split("`")[1] for text in seeing.splitlines() if "` | row |" in text}
     with_videos = {text.split("`")[1] for text in seeing.splitlines() if text.endswith(f"| row | {WITH_VIDEOS} |")}
-    assert with_videos == {*FILMS}
+    assert with_videos == {*TAKE_VIDEOS}
     assert rows == SEEING.keys() - {*NOT_BUILT, *NO_ROW, *NO_IMAGES}
     assert len(rows) >= 59
 

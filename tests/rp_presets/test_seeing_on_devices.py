@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from roundpipe import RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
 from rp_generate.by_samples import BySamples
 from rp_presets import UnsupportedModel, to_sequential
-from seeing import FILMS, NO_IMAGES, NO_ROW, NOT_BUILT, batch_of, filmed_batch_of, seeing_families
+from seeing import NO_IMAGES, NO_ROW, NOT_BUILT, TAKE_VIDEOS, batch_of, batch_with_videos_of, seeing_families
 from test_families_on_devices import gradients
 from torch import nn
 
@@ -82,15 +82,17 @@ def test_samples_may_have_any_number_of_images(name, data):
 
 
 # Two videos, none, one beside an image, an image alone, one.
-FILMED = ((0, 2), (), (1,), (), (2,))
+OWN_VIDEOS = ((0, 2), (), (1,), (), (2,))
 BESIDE = ((), (), (0,), (1, 2), ())
 
 
-def assert_films_train_as_plainly(name: str, devices: str, microbatches: int, owned: Any, filmed: Any) -> None:
+def assert_videos_train_as_plainly(
+    name: str, devices: str, microbatches: int, owned: Any, own_videos: Any
+) -> None:
     if name.startswith("Gemma4") and transformers.__version__.startswith("5.17."):
         pytest.skip("in transformers 5.17 the model itself fails with videos")
     model = without_dropout(FAMILIES[name].build()).train()
-    batch = without_cache(model, filmed_batch_of(model, owned, filmed))
+    batch = without_cache(model, batch_with_videos_of(model, owned, own_videos))
     expected = trained_plainly(copy.deepcopy(model), batch)
 
     assert differences(trained(model, batch, devices, microbatches), expected) == []
@@ -98,17 +100,17 @@ def assert_films_train_as_plainly(name: str, devices: str, microbatches: int, ow
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("devices", "microbatches"), PLACES[1:])
-@pytest.mark.parametrize("name", [name for name in FILMS[:5] if name in FAMILIES])
+@pytest.mark.parametrize("name", [name for name in TAKE_VIDEOS[:5] if name in FAMILIES])
 def test_videos_train_on_devices_as_plainly(name, devices, microbatches):
-    assert_films_train_as_plainly(name, devices, microbatches, BESIDE, FILMED)
+    assert_videos_train_as_plainly(name, devices, microbatches, BESIDE, OWN_VIDEOS)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("devices", "microbatches"), PLACES)
-@pytest.mark.parametrize("name", [name for name in FILMS[5:] if name in FAMILIES])
+@pytest.mark.parametrize("name", [name for name in TAKE_VIDEOS[5:] if name in FAMILIES])
 def test_videos_of_all_others_train_on_devices_as_plainly(name, devices, microbatches):
-    assert_films_train_as_plainly(name, devices, microbatches, BESIDE, FILMED)
+    assert_videos_train_as_plainly(name, devices, microbatches, BESIDE, OWN_VIDEOS)
 
 
 @pytest.mark.slow
@@ -116,13 +118,13 @@ def test_videos_of_all_others_train_on_devices_as_plainly(name, devices, microba
 @settings(max_examples=examples(10), deadline=None)
 def test_samples_may_have_any_number_of_videos_beside_images(data):
     some = st.lists(st.integers(0, 2), max_size=2)
-    owned, filmed = (
+    owned, own_videos = (
         data.draw(st.lists(some, min_size=4, max_size=4), label=f"{what} of each sample")
         for what in ("images", "videos")
     )
     devices, microbatches = data.draw(st.sampled_from(PLACES), label="devices and microbatches")
 
-    assert_films_train_as_plainly(FILMS[0], devices, microbatches, owned, filmed)
+    assert_videos_train_as_plainly(TAKE_VIDEOS[0], devices, microbatches, owned, own_videos)
 
 
 @pytest.mark.parametrize("tells_of_all", [False, True])
@@ -355,8 +357,8 @@ def test_towers_run_once_for_prompts_that_repeat_and_not_for_each_token():
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("devices", "microbatches"), PLACES[1:])
 def test_videos_are_read_before_generating_as_plainly(devices, microbatches):
-    model = without_dropout(FAMILIES[FILMS[0]].build()).eval()
-    batch = filmed_batch_of(model, BESIDE, FILMED)
+    model = without_dropout(FAMILIES[TAKE_VIDEOS[0]].build()).eval()
+    batch = batch_with_videos_of(model, BESIDE, OWN_VIDEOS)
     wanted = tokens(model, batch)
 
     with Runtime(devices) as runtime:
@@ -369,7 +371,7 @@ def test_videos_are_read_before_generating_as_plainly(devices, microbatches):
 def test_videos_of_which_too_little_is_known_are_refused_in_words():
     for name, error, said in (
         ("Kimi_K25ForConditionalGeneration", UnsupportedModel, "cannot be given: the row knows only how"),
-        (FILMS[0], ValueError, "video_grid_thw must be given beside pixel_values_videos"),
+        (TAKE_VIDEOS[0], ValueError, "video_grid_thw must be given beside pixel_values_videos"),
     ):
         model = without_dropout(FAMILIES[name].build()).eval()
         batch = batch_of(model, RAGGED)

@@ -191,7 +191,7 @@ class Documents:
     @property
     def shown(self) -> str:
         """How many images and videos they show, in words."""
-        rows = [[picture.film for picture in one.seen.pictures] for one in self.all if one.seen]
+        rows = [[picture.video for picture in one.seen.pictures] for one in self.all if one.seen]
         images, videos = sum(row.count(-1) for row in rows), sum(max(row) + 1 for row in rows)
         return f"{images:,} images and {videos:,} videos" if videos else f"{images:,} images"
 

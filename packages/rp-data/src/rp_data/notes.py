@@ -1,4 +1,4 @@
-"""Notes of what was not taken as it is given while data was read, such as bad rows and nulls."""
+"""Notes on what was not read as it stands in the data: bad rows that were skipped, nulls, fields left out."""
 
 from __future__ import annotations
 

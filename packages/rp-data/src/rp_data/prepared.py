@@ -19,7 +19,7 @@ from rp_data.notes import Notes
 FACTS, TOKENS, IMAGES = "prepared.json", "documents.arrow", "images.bin"
 # Far more than the facts take.
 _MOST_BYTES = 2**20
-_FORMAT = 2
+_FORMAT = 3
 _PROBE = "One two,\n\t three  4567 \u00e9\u4e16\U0001f600 don't <|im_end|></s>"
 
 

@@ -14,13 +14,14 @@ from rp_strangers.limited import Unlimited
 from rp_strangers.refusing import refusing_all
 from rp_trainer.errors import Refused
 
-from rp_data.chat.turns import ASSISTANT, ChatTemplate
+from rp_data.chat.turns import ChatTemplate
 from rp_data.documents import Counts, Document, Documents
-from rp_data.images.films import Frames, shown
 from rp_data.images.pictures import Picture, Seen
 from rp_data.images.processor import Sight
 from rp_data.images.sources import Source
+from rp_data.images.videos import Frames, shown
 from rp_data.notes import Notes
+from rp_data.rows.messages import ASSISTANT
 from rp_data.samples import Chat, Completion, Sample, Text, bytes_of
 
 _AT_ONCE = 256
@@ -156,7 +157,7 @@ class Reader:
         """Return a conversation with images, expanded as the model's processor does."""
         sight = self._sight
         if isinstance(sight, str):
-            kind = "images" if any(one.film < 0 for one in chat.images) else "videos"
+            kind = "images" if any(one.video < 0 for one in chat.images) else "videos"
             raise Refused(f"{chat.place} has {kind}, but {sight}")
         text, spans = template.text_and_spans(chat, assistant_only=self._completions_only)
         found = [self._picture(source, sight) for source in chat.images]
@@ -184,7 +185,7 @@ class Reader:
     def _picture(self, source: Source, sight: Sight) -> tuple[Picture, Any]:
         content, path = source.content()
         digest = hashlib.sha256(content).hexdigest()
-        picture = Picture(source.place, digest, path, film=source.film, fps=source.fps)
+        picture = Picture(source.place, digest, path, video=source.video, fps=source.fps)
         self._budget.allow(source.place, len(content))
 
         def decode() -> Any:
@@ -195,7 +196,7 @@ class Reader:
 
         if path is None:
             self.inline[picture.digest] = content
-        return picture, sight.image(source.place, digest, decode, is_film=picture.film >= 0)
+        return picture, sight.image(source.place, digest, decode, is_video=picture.video >= 0)
 
     def _of_completion(self, sample: Completion) -> Document:
         """Return a document whose completion begins with the first token that differs from the prompt's."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rp_presets.caches.parts import choose, in_parts, sizes_of, tells_samples
 from rp_presets.errors import ComputesBetween, NotARow, UnsupportedModel
 from rp_presets.images.belonging import BySample, Images, Unseen, WithVideos
-from rp_presets.images.examples import Example, both, examples, films, takes_images
+from rp_presets.images.examples import Example, both, examples, takes_images, video_examples
 from rp_presets.images.growing import Path, growing_lists, lists_in, num_samples, whole_and_part
 from rp_presets.images.proof import prove_belonging
 from rp_presets.losses import OwnLosses
@@ -191,7 +191,7 @@ def _with_images(
     try:
         for number, example in enumerate(examples(model)):
             # With videos at once: what is proven of a call is proven again where there are more.
-            if not number and (found := _with_films(model, own, inputs, example, hooks)):
+            if not number and (found := _with_videos(model, own, inputs, example, hooks)):
                 return found
             try:
                 both_layout, both_seen = _layout(model, own, [inputs, example.arguments], hooks)
@@ -200,26 +200,26 @@ def _with_images(
             except Exception as error:  # the model's own code raises anything
                 reasons.append(str(error))
             else:
-                found = _with_films(model, own, inputs, example, hooks) if number else None
+                found = _with_videos(model, own, inputs, example, hooks) if number else None
                 return found or (both_layout, both_seen, example.images, growing)
     except Exception as error:  # the model's own code raises anything
         reasons.append(str(error))
     return layout, seen, Unseen("; ".join(dict.fromkeys(reasons))), {}
 
 
-def _with_films(
+def _with_videos(
     model: nn.Module, own: Mapping[str, nn.ModuleList], inputs: dict[str, Any], example: Example, hooks: Hooks
 ) -> tuple[RowLayout, list[Seen], Belonging, dict[Path, str]] | None:
     """Observe the model with videos, too, and with both in one call, if any; None if it is no row with them."""
-    for film in films(model):
-        belonging = WithVideos(example.images, cast(Images, film.images))
-        beside = [] if belonging.are_apart else [both(example, film)]
-        calls = [example.arguments, film.arguments, *beside]
+    for video in video_examples(model):
+        belonging = WithVideos(example.images, cast(Images, video.images))
+        beside = [] if belonging.are_apart else [both(example, video)]
+        calls = [example.arguments, video.arguments, *beside]
         try:
             layout, seen = _layout(model, own, [inputs, *calls], hooks)
             prove_belonging(model, layout, example)
-            prove_belonging(model, layout, film)
-            parts = [example.of_sample(0), film.of_sample(0)]
+            prove_belonging(model, layout, video)
+            parts = [example.of_sample(0), video.of_sample(0)]
             found = [_growing(model, layout, *each, hooks) for each in zip(calls, parts, strict=False)]
         except Exception:  # the model's own code raises anything
             continue

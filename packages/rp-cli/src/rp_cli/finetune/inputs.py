@@ -54,16 +54,16 @@ class Data:
 
         And with the row of the first video, if there is one.
         """
-        found = [first for kind in (False, True) if (first := self._first(is_film=kind)) is not None]
+        found = [first for kind in (False, True) if (first := self._first(is_video=kind)) is not None]
         if not found:
             return None
         place, _ = found[0]
         return place, self.sequences.of([[document] for _, document in found] * rows, pad)
 
-    def _first(self, *, is_film: bool) -> tuple[str, Document] | None:
+    def _first(self, *, is_video: bool) -> tuple[str, Document] | None:
         """Return the first document with an image, or with a video, and the place of that."""
         shown = ((one, picture) for one in self.training.all if one.seen for picture in one.seen.pictures)
-        return next(((one.place, document) for document, one in shown if (one.film >= 0) is is_film), None)
+        return next(((one.place, document) for document, one in shown if (one.video >= 0) is is_video), None)
 
 
 def read_data(options: FineTuning, clock: datetime) -> tuple[Any, Data]:

@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
-from rp_data.images.films import shown
+from rp_data.images.videos import shown
 from rp_data.notes import Notes
 from rp_data.rows.prompts import Prompt, read_prompts
 from rp_data.samples import Chat

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad as padded
 
 from rp_data.documents import Document, Documents
-from rp_data.images.films import shown
 from rp_data.images.pictures import Picture, Spool
 from rp_data.images.processor import Sight
+from rp_data.images.videos import shown
 
 _MOST_WORKERS = 8
 
@@ -64,7 +64,7 @@ class Collator:
         def decode() -> Any:
             return picture.decoded(self._spool.content(picture))
 
-        return self.sight.image(picture.place, picture.digest, decode, is_film=picture.film >= 0)
+        return self.sight.image(picture.place, picture.digest, decode, is_video=picture.video >= 0)
 
     def _check(self, documents: Sequence[Document], ids: Tensor) -> None:
         """Refuse a processor that makes other tokens now: images would meet the placeholders of others."""

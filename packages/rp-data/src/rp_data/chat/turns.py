@@ -28,9 +28,9 @@ from rp_data.chat.templates import Template, Templates, for_training, has_trl
 from rp_data.chat.written import check_known, check_written, said_in, unread
 from rp_data.notes import Notes
 from rp_data.offsets import Span, Tokenized, tokenized
+from rp_data.rows.messages import ASSISTANT
 from rp_data.samples import Chat
 
-ASSISTANT = "assistant"
 _BESIDE_CALLS = "content beside tool_calls"
 _LETTERS = ("a", "b")
 _USER = {"role": "user", "content": _LETTERS[0]}

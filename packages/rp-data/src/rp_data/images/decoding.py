@@ -11,7 +11,7 @@ from typing import Any
 
 from rp_trainer.errors import Refused
 
-from rp_data.images.films import Frames
+from rp_data.images.videos import Frames
 
 MOST_PIXELS = 2**26
 # Not those that run other programs, or that hold programs.

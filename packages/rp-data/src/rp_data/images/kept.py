@@ -1,4 +1,4 @@
-"""In place of a processor's part for images: one that keeps what it makes of each sample's."""
+"""An image processor that keeps what a model's own makes of each sample's images."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from torch import Tensor
 from rp_data.images.decoding import pillow
 from rp_data.images.values import of_bytes, to_bytes
 
-# Of what is kept. Another number, and all is made anew: also where `decoding` makes other pixels of a file.
+# The version of what is kept. Raise it to make all anew, also when `decoding` makes other pixels of a file.
 _FORMAT = 1
 _MOST_WORKERS = 8
-# Of what is kept of a sample: reading it takes some eight times as much memory.
+# More is not kept of a sample: reading it takes some eight times as much memory.
 _MOST_BYTES = 2**27
 # What makes pixels of files, and numbers of pixels.
 _LIBRARIES = ("pillow", "torch", "torchvision", "transformers")
@@ -46,13 +46,13 @@ class Keeps(Protocol):
 
 
 class KeptImages:
-    """Makes of images what `own`, a processor's `image_processor`, makes of those of each sample alone.
+    """Calls a processor's `image_processor` for each sample alone, and keeps the results.
 
-    The results are put together by `joined`; whether that is what `own` makes of all at once must be tried.
+    They are put together by `joined`; whether that is what `own` makes of all samples at once must be tried.
 
     Args:
-        own: what makes them.
-        store: where they are kept.
+        own: the `image_processor`.
+        store: where results are kept.
         rows_for_none: whether a sample without images has an entry, of zeros.
 
     Images are those of `lazy_image`, which are decoded only if something is to be made of them.

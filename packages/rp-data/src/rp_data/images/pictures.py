@@ -19,7 +19,7 @@ class Picture:
     """An image. `place`: its row and number. `digest`: the SHA-256 of its bytes, in hexadecimal digits.
 
     `path`: its file, or that of all images, where it is at `start`, with `nbytes` bytes; None: it is so in the
-    spool. `film`, `fps`: of which video of its row it is a part, see `films.Numbered`.
+    spool. `video`, `fps`: of which video of its row it is a part, see `videos.Numbered`.
     """
 
     place: str
@@ -27,12 +27,12 @@ class Picture:
     path: str | None
     start: int = 0
     nbytes: int = 0
-    film: int = -1
+    video: int = -1
     fps: float = 0.0
 
     def decoded(self, content: bytes) -> Any:
         """Return the image in RGB, or the `Frames` of a part of a video."""
-        return decoded(self.place, content) if self.film < 0 else frames_of(self.place, content)
+        return decoded(self.place, content) if self.video < 0 else frames_of(self.place, content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Seen:
     @property
     def digest(self) -> bytes:
         """The SHA-256 of all images."""
-        parts = (one.digest if one.film < 0 else f"{one.digest} {one.film} {one.fps};" for one in self.pictures)
+        parts = (one.digest if one.video < 0 else f"{one.digest} {one.video} {one.fps};" for one in self.pictures)
         return hashlib.sha256("".join(parts).encode()).digest()
 
 

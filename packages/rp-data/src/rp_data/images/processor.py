@@ -17,10 +17,10 @@ from rp_trainer.errors import Refused
 from torch import Tensor
 
 from rp_data.images.decoding import pillow
-from rp_data.images.films import Film
 from rp_data.images.kept import lazy_image
 from rp_data.images.store import Store
 from rp_data.images.trying import are_same, keep_images
+from rp_data.images.videos import Video
 from rp_data.offsets import Span, tokenized
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
@@ -128,13 +128,13 @@ class Sight:
         if store is not None:
             keep_images(self._own, self._processed, store)
 
-    def image(self, place: str, digest: str, decode: Callable[[], Any], *, is_film: bool = False) -> Any:
+    def image(self, place: str, digest: str, decode: Callable[[], Any], *, is_video: bool = False) -> Any:
         """Return an image, for the other methods: decoded, unless what was made of it may be kept.
 
-        `digest`: of its file's bytes, in hexadecimal digits. `decode`: returns it in RGB. `is_film`: it is a part
+        `digest`: of its file's bytes, in hexadecimal digits. `decode`: returns it in RGB. `is_video`: it is a part
         of a video, of which nothing is kept.
         """
-        return lazy_image(place, digest, decode) if self.keeps and not is_film else decode()
+        return lazy_image(place, digest, decode) if self.keeps and not is_video else decode()
 
     def expanded(self, place: str, text: str, images: Sequence[Any]) -> Expanded:
         """Return a text with its images expanded. Raises `Refused` if the text has not a mark for each."""
@@ -165,7 +165,7 @@ class Sight:
         return [own.image_token, *([of_videos] if of_videos else [])]
 
     def _mark_of(self, place: str, one: Any) -> str:
-        if not isinstance(one, Film):
+        if not isinstance(one, Video):
             return self._marks[0]
         sizes = sorted({frame.size for frame in one.frames})
         if len(sizes) > 1:
@@ -194,9 +194,9 @@ class Sight:
         """Return what the processor makes of a text, and the texts that it gives its tokenizer."""
         words = self._own.tokenizer
         self._own.tokenizer = recorder = _Recorder(words)
-        films = [one for one in images if isinstance(one, Film)]
-        counts = " and ".join(str(len(one.frames)) for one in films)
-        what = f"images, and videos of {counts} frames, each a list or a folder" if films else "images"
+        videos = [one for one in images if isinstance(one, Video)]
+        counts = " and ".join(str(len(one.frames)) for one in videos)
+        what = f"images, and videos of {counts} frames, each a list or a folder" if videos else "images"
         try:
             with refusing_all(f"{place}: the processor refuses these {what}: "):
                 return self._processed([text], [images]), recorder.texts
@@ -250,12 +250,12 @@ class Sight:
     def _processed(
         self, texts: Sequence[str], images: Sequence[Sequence[Any]], *, padded_at: str = "right"
     ) -> dict[str, Tensor]:
-        films = [one for some in images for one in some if isinstance(one, Film)]
-        stills = [[one for one in some if not isinstance(one, Film)] for some in images]
-        given: dict[str, Any] = {"images": stills} if any(stills) or not films else {}
-        if films:
-            given |= {"videos": [list(one.frames) for one in films], "do_sample_frames": False}
-            given["video_metadata"] = [one.metadata for one in films]
+        videos = [one for some in images for one in some if isinstance(one, Video)]
+        stills = [[one for one in some if not isinstance(one, Video)] for some in images]
+        given: dict[str, Any] = {"images": stills} if any(stills) or not videos else {}
+        if videos:
+            given |= {"videos": [list(one.frames) for one in videos], "do_sample_frames": False}
+            given["video_metadata"] = [one.metadata for one in videos]
         found = self._own(
             text=list(texts),
             **given,
@@ -264,7 +264,7 @@ class Sight:
             add_special_tokens=False,
             return_tensors="pt",
         )
-        if films and not isinstance(found.get(_VIDEOS), torch.Tensor):
+        if videos and not isinstance(found.get(_VIDEOS), torch.Tensor):
             raise Refused(f"the {type(self._own).__name__} does not make one tensor of videos; make them alike")
         return {name: one for name, one in found.items() if isinstance(one, torch.Tensor)}
 

@@ -28,8 +28,8 @@ FIELDS = ("bytes", "image", "path", "url", "image_url", "base64")
 # Those of a row.
 COLUMNS = ("images", "image")
 # The same of videos. A video is a file, a folder of frames, or a list of frames.
-FILM_FIELDS = ("video", "frames", "path", "url", "video_url", "bytes", "base64")
-FILM_COLUMNS = ("videos", "video")
+VIDEO_FIELDS = ("video", "frames", "path", "url", "video_url", "bytes", "base64")
+VIDEO_COLUMNS = ("videos", "video")
 RATES = ("fps", "sample_fps")
 _WANTED = "a path, bytes, or a data URI"
 _HINT = "; write base64 into the field 'base64' of a part, or as data:;base64,..."
@@ -39,13 +39,13 @@ _HINT = "; write base64 into the field 'base64' of a part, or as data:;base64,..
 class Source:
     """An image that a row names. `place`: its row and number. `folder`: of the file that has the row.
 
-    `film`, `fps`: of which video it is a part, see `films.Numbered`.
+    `video`, `fps`: of which video it is a part, see `videos.Numbered`.
     """
 
     place: str
     given: object
     folder: Path
-    film: int = -1
+    video: int = -1
     fps: float = 0.0
 
     def content(self) -> tuple[bytes, str | None]:
@@ -65,7 +65,7 @@ class Source:
 
     def decoded(self) -> Any:
         """Return the image in RGB, or the `Frames` of a part of a video. Raises `Refused` as `content` does."""
-        return (decoded if self.film < 0 else frames_of)(self.place, self.content()[0])
+        return (decoded if self.video < 0 else frames_of)(self.place, self.content()[0])
 
     def _named(self, given: object) -> bytes | str:
         if isinstance(given, Mapping):
@@ -123,7 +123,7 @@ def _is_base64(head: str) -> bool:
     return head.lower().endswith(_BASE64)
 
 
-def frames_named(place: str, given: object, folder: Path, film: int) -> list[Source]:
+def frames_named(place: str, given: object, folder: Path, video: int) -> list[Source]:
     """Return the files of a video that a row names: one, all of a folder by their names, or those of a list.
 
     >>> [one.place for one in frames_named("a:1: video 1", {"video": ["1.png", "2.png"], "fps": 4}, Path(), 0)]
@@ -134,13 +134,13 @@ def frames_named(place: str, given: object, folder: Path, film: int) -> list[Sou
     inner, fps = _inside(place, given)
     files = _in_folder(inner, folder)
     if not isinstance(inner, list) and files is None:
-        return [Source(place, inner, folder, film, fps)]
+        return [Source(place, inner, folder, video, fps)]
     frames = cast("list[object]", inner) if files is None else list[object](map(str, files))
     if not frames:
         raise Refused(f"{place} must have frames, but has none; name some, or leave it out")
     names = [""] * len(frames) if files is None else [f" ({one.name})" for one in files]
     return [
-        Source(f"{place}, frame {number}{name}", one, folder, film, fps)
+        Source(f"{place}, frame {number}{name}", one, folder, video, fps)
         for number, (one, name) in enumerate(zip(frames, names, strict=True), 1)
     ]
 
@@ -151,7 +151,7 @@ def _inside(place: str, given: object, fps: float = 0.0) -> tuple[object, float]
         return given, fps
     fields = cast("Mapping[str, object]", given)
     fps = _rate(place, fields) or fps
-    name = next((name for name in FILM_FIELDS if fields.get(name) is not None), None)
+    name = next((name for name in VIDEO_FIELDS if fields.get(name) is not None), None)
     # An object with bytes is a source itself.
     return (fields, fps) if name in (None, "bytes", "base64") else _inside(place, fields[name], fps)
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from rp_trainer.errors import Refused
 
-from rp_data.images.sources import COLUMNS, FILM_COLUMNS, Source, frames_named
+from rp_data.images.sources import COLUMNS, VIDEO_COLUMNS, Source, frames_named
 from rp_data.rows.messages import GIVEN, IMAGE, USER, VIDEO, Message
 
 
@@ -27,7 +27,7 @@ class _Kind:
         return {"type": self.name, GIVEN: {}}
 
 
-_KINDS = (_Kind(IMAGE, COLUMNS, "<image>"), _Kind(VIDEO, FILM_COLUMNS, "<video>"))
+_KINDS = (_Kind(IMAGE, COLUMNS, "<image>"), _Kind(VIDEO, VIDEO_COLUMNS, "<video>"))
 
 
 def with_images(

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from rp_trainer.errors import Refused
 
-from rp_data.images.sources import COLUMNS, FIELDS, FILM_COLUMNS, FILM_FIELDS, RATES
+from rp_data.images.sources import COLUMNS, FIELDS, RATES, VIDEO_COLUMNS, VIDEO_FIELDS
 
 Message = Mapping[str, Any]
 # The types of parts that stand for an image and for a video, and where such a part has what the row says of it.
@@ -108,7 +108,7 @@ def _message(place: str, message: object) -> Message:
 
 def _refuse_beside(place: str, message: Message) -> None:
     """Raise `Refused` for images beside a message's content: templates do not look there."""
-    for kind, names in ((IMAGE, COLUMNS), (VIDEO, FILM_COLUMNS)):
+    for kind, names in ((IMAGE, COLUMNS), (VIDEO, VIDEO_COLUMNS)):
         if (name := next((name for name in names if message.get(name)), None)) is not None:
             raise Refused(
                 f"{place}: a message has {name!r} beside its content; write parts of type {kind!r}, or a column "
@@ -132,13 +132,13 @@ def _part(place: str, part: object) -> Message:
     if given.get("type") in (VIDEO, "video_url"):
         _refuse_other(place, given, (_TEXT,))
         _refuse_wishes(place, given, _CUTS)
-        return {"type": VIDEO, GIVEN: {name: given[name] for name in (*FILM_FIELDS, *RATES) if name in given}}
+        return {"type": VIDEO, GIVEN: {name: given[name] for name in (*VIDEO_FIELDS, *RATES) if name in given}}
     if given.get("type", _TEXT) != _TEXT or not isinstance(given.get(_TEXT), str):
         raise Refused(
             f"{place}: the 'content' of a message must be text, or parts of type {_TEXT!r}, {IMAGE!r} or "
             f"{VIDEO!r}, but one is {part!r:.60}"
         )
-    _refuse_other(place, given, (*FIELDS, *FILM_FIELDS))
+    _refuse_other(place, given, (*FIELDS, *VIDEO_FIELDS))
     return {"type": _TEXT, _TEXT: given[_TEXT]}
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from rp_trainer.errors import Refused
 
-from rp_data.images.sources import COLUMNS, FILM_COLUMNS
+from rp_data.images.sources import COLUMNS, VIDEO_COLUMNS
 from rp_data.rows.beside import BESIDE, after_system, listed, variables_of
 from rp_data.rows.images import columns, with_images
 from rp_data.rows.marks import without_marks
@@ -74,7 +74,7 @@ def ignored(row: Row, sample: Sample) -> list[str]:
     ['id']
     """
     shape = next(names for names in _SHAPES if all(name in row for name in names))
-    beside = (*BESIDE, *_ALPACA, *COLUMNS, *FILM_COLUMNS) if isinstance(sample, Chat) else ()
+    beside = (*BESIDE, *_ALPACA, *COLUMNS, *VIDEO_COLUMNS) if isinstance(sample, Chat) else ()
     return [name for name in row if name not in shape and name not in beside]
 
 

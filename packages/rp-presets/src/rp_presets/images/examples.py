@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rp_presets.errors import UnsupportedModel
 from rp_presets.images.belonging import BySample, Images
-from rp_presets.images.forms import Film, film_forms, forms
+from rp_presets.images.forms import VideoForm, forms, video_forms
 from rp_presets.images.measures import features, measures
 from rp_presets.observing.inputs import usual_tokens
 
@@ -83,7 +83,7 @@ def examples(model: nn.Module) -> Iterator[Example]:
         raise UnsupportedModel(f"it takes images in no form that is known: {'; '.join(refused)}")
 
 
-def films(model: nn.Module) -> Iterator[Example]:
+def video_examples(model: nn.Module) -> Iterator[Example]:
     """Yield samples with videos in each form that the model's own `get_video_features` takes; none if it has none.
 
     Placeholders of a video are in one piece, or in one for each of its frames; they may be those of images.
@@ -92,37 +92,37 @@ def films(model: nn.Module) -> Iterator[Example]:
     seeing = next((one for one in _towers(model) if hasattr(one, method)), None)
     if seeing is None:
         return
-    for film in film_forms(cast(Any, model).config, _parameters(model)):
-        taken = {name: value for name, value in film.given.items() if name in _parameters(seeing, method)}
+    for video in video_forms(cast(Any, model).config, _parameters(model)):
+        taken = {name: value for name, value in video.given.items() if name in _parameters(seeing, method)}
         try:
             _, total = features(seeing, taken, method)
         except Exception:  # the model's own code, which was not made for this form
             continue
-        yield from _shown(model, film, total)
+        yield from _shown(model, video, total)
 
 
-def _shown(model: nn.Module, film: Film, total: int) -> Iterator[Example]:
+def _shown(model: nn.Module, video: VideoForm, total: int) -> Iterator[Example]:
     """Yield samples with the videos of a form. `total`: the features of all."""
-    weights = film.measure.weights(film.given)
+    weights = video.measure.weights(video.given)
     counts = [one * total // sum(weights) for one in weights]
     if sum(counts) != total:
         return
     config = cast(Any, model).config
     named = [getattr(config, name, None) for name in (*_OF_VIDEOS, *_PLACEHOLDERS)]
     for token in dict.fromkeys(one for one in named if isinstance(one, int)):
-        belonging = Images(tuple(film.given), token, film.measure, film.grid)
-        for pieces in dict.fromkeys((film.pieces, (1,) * len(counts))):
+        belonging = Images(tuple(video.given), token, video.measure, video.grid)
+        for pieces in dict.fromkeys((video.pieces, (1,) * len(counts))):
             if not any(count % times for count, times in zip(counts, pieces, strict=True)):
                 each = [[count // times] * times for count, times in zip(counts, pieces, strict=True)]
-                yield _example(model, film.given, token, each, belonging, _VIDEO)
+                yield _example(model, video.given, token, each, belonging, _VIDEO)
 
 
-def both(example: Example, film: Example) -> dict[str, Any]:
+def both(example: Example, video: Example) -> dict[str, Any]:
     """Return the arguments of samples that have the images of one example and the videos of another."""
     return {
-        name: torch.cat([value, film.arguments[name]], 1) if name in film.arguments else value
+        name: torch.cat([value, video.arguments[name]], 1) if name in video.arguments else value
         for name, value in example.arguments.items()
-    } | {name: film.arguments[name] for name in film.images.names}
+    } | {name: video.arguments[name] for name in video.images.names}
 
 
 def _with_tokens(

@@ -48,7 +48,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Film:
+class VideoForm:
     """The arguments for videos. `measure`: how many features each has.
 
     `pieces`: in how many its placeholders may be. `grid`: the argument that
@@ -78,15 +78,15 @@ def forms(config: Any, names: Collection[str]) -> Iterator[Arguments]:
                 yield {**found, "pixel_attention_mask": torch.ones(*before, height, width, dtype=torch.int64)}
 
 
-def film_forms(config: Any, names: Collection[str]) -> Iterator[Film]:
+def video_forms(config: Any, names: Collection[str]) -> Iterator[VideoForm]:
     """Yield three videos, some of several frames, in each form that a model may take, as `forms` does."""
     if "pixel_values_videos" in names:
         sizes = Sizes.of(config)
-        for form in (_filmed_grids, _filmed_positions, _filmed_plain):
+        for form in (_video_grids, _video_positions, _video_plain):
             yield from form(sizes, names)
 
 
-def _filmed_grids(sizes: Sizes, names: Collection[str]) -> Iterator[Film]:
+def _video_grids(sizes: Sizes, names: Collection[str]) -> Iterator[VideoForm]:
     """Patches of all videos in one tensor, with the grid of each, as of Qwen and GLM."""
     grid = "video_grid_thw"
     if grid not in names:
@@ -97,10 +97,10 @@ def _filmed_grids(sizes: Sizes, names: Collection[str]) -> Iterator[Film]:
         grids = torch.tensor([[2, 2, 2], [1, 2, 4], [3, 4, 2]]) * torch.tensor([1, merge, merge])
         for shape in _shapes_of_patches(sizes, merge):
             patches = varied(int(grids.prod(-1).sum()), *shape)
-            yield Film({"pixel_values_videos": patches, grid: grids, **seconds}, Area(grid), (2, 1, 3), grid)
+            yield VideoForm({"pixel_values_videos": patches, grid: grids, **seconds}, Area(grid), (2, 1, 3), grid)
 
 
-def _filmed_positions(sizes: Sizes, names: Collection[str]) -> Iterator[Film]:
+def _video_positions(sizes: Sizes, names: Collection[str]) -> Iterator[VideoForm]:
     """Frames of all videos in one tensor, with the positions of their patches, as of Gemma 4."""
     positions, counts = "video_position_ids", "num_frames_per_video"
     if not {positions, counts} <= set(names):
@@ -111,14 +111,14 @@ def _filmed_positions(sizes: Sizes, names: Collection[str]) -> Iterator[Film]:
         each = torch.tensor(frames)
         pixels, places = (one.repeat_interleave(each, 0) for one in patches.values())
         given = {"pixel_values_videos": varied(*pixels.shape), positions: places, counts: each}
-        yield Film(given, Summed(positions, counts), frames, counts)
+        yield VideoForm(given, Summed(positions, counts), frames, counts)
 
 
-def _filmed_plain(sizes: Sizes, names: Collection[str]) -> Iterator[Film]:
+def _video_plain(sizes: Sizes, names: Collection[str]) -> Iterator[VideoForm]:
     """Videos of as many frames of one size, as of LLaVA."""
     pixels, own = "pixel_values_videos", "image_sizes_videos"
     more = {own: torch.full((3, 4, 2), sizes.side)} if own in names else {}
-    yield Film(
+    yield VideoForm(
         {pixels: varied(3, 4, sizes.channels, sizes.side, sizes.side), **more}, Alike(pixels), (1, 1, 1), ""
     )
 
@@ -139,7 +139,7 @@ def _grids(sizes: Sizes, names: Collection[str]) -> Iterator[Arguments]:
 
 
 def _shapes_of_patches(sizes: Sizes, merge: int) -> list[tuple[int, ...]]:
-    """Return the shapes that a patch may have, of `sizes.frames` pictures of a film or of one."""
+    """Return the shapes that a patch may have, of `sizes.frames` pictures of a video or of one."""
     side, frames, channels = sizes.patch, sizes.frames, sizes.channels
     shapes = (
         (channels * frames * side * side,),

@@ -11,10 +11,10 @@ USUAL_FPS = 2.0
 
 
 class Numbered(Protocol):
-    """What is an image or a part of a video. `film`: the number of that video in its row; -1: none."""
+    """What is an image or a part of a video. `video`: the number of that video in its row; -1: none."""
 
     @property
-    def film(self) -> int:
+    def video(self) -> int:
         """The number of the video."""
         ...
 
@@ -33,10 +33,10 @@ class Frames:
 
 
 @dataclass(frozen=True, slots=True)
-class Film:
+class Video:
     """A video. `frames`: images of Pillow, of one size. `fps`: how many a second.
 
-    >>> Film(("a", "b", "c", "d"), 2.0).metadata
+    >>> Video(("a", "b", "c", "d"), 2.0).metadata
     {'total_num_frames': 4, 'fps': 2.0, 'duration': 2.0, 'frames_indices': [0, 1, 2, 3]}
     """
 
@@ -56,21 +56,21 @@ class Film:
 
 
 def shown(found: Iterable[tuple[Numbered, Any]]) -> list[Any]:
-    """Return images, and a `Film` for each video, of what each is and was decoded to, in their order.
+    """Return images, and a `Video` for each video, of what each is and was decoded to, in their order.
 
     >>> from collections import namedtuple
-    >>> one = namedtuple("one", "film fps")
+    >>> one = namedtuple("one", "video fps")
     >>> shown([(one(-1, 0), "a"), (one(0, 4.0), Frames(("b",), 0)), (one(0, 4.0), Frames(("c", "d"), 0))])
-    ['a', Film(frames=('b', 'c', 'd'), fps=4.0)]
+    ['a', Video(frames=('b', 'c', 'd'), fps=4.0)]
     """
     made: list[Any] = []
     last = -1
     for source, content in found:
         if not isinstance(content, Frames):
             made.append(content)
-        elif source.film == last:
-            made[-1] = Film((*made[-1].frames, *content.pictures), made[-1].fps)
+        elif source.video == last:
+            made[-1] = Video((*made[-1].frames, *content.pictures), made[-1].fps)
         else:
-            made.append(Film(content.pictures, source.fps or content.fps or USUAL_FPS))
-            last = source.film
+            made.append(Video(content.pictures, source.fps or content.fps or USUAL_FPS))
+            last = source.video
     return made
