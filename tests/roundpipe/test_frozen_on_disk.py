@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -27,10 +28,13 @@ from roundpipe import (
     save_checkpoint,
     wrap_model_to_roundpipe,
 )
+from rp_engine.planning import probe
 from rp_optim import DiskError, DiskFull, DiskStalled
+from rp_optim.disk.rate import DiskRates
 from rp_optim.disk.system import SYSTEM, System
 from rp_sched import Plan
 from rp_state.block import Block
+from rp_telemetry.layer_times import ModelTimer
 from shortages import Trap, trapped
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -265,6 +269,35 @@ def test_what_steps_aside_on_a_full_device_is_read_again(tmp_path: Path, monkeyp
 
 
 # Faults
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_plans_of_accelerators_know_how_fast_the_disk_is_read(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[Sequence[str]] = []
+
+    def rates(directories: Sequence[str], _: float) -> DiskRates:
+        asked.append(directories)
+        if fails:
+            raise DiskError("as arranged")
+        return DiskRates(read_gb_s=2.5, write_gb_s=1.0, both_gb_s=2.0)
+
+    monkeypatch.setattr(probe, "disk_rates", rates)
+    layers = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8), nn.Linear(8, 8))
+    with Runtime("cpu:2") as runtime:
+        model = RoundPipe(layers, runtime=runtime, optim_dtype=torch.float32, frozen=on_disk(tmp_path))
+        planner = model.engine.planner
+        planner.pricing.on_host = False
+        for _ in range(2):
+            limits = planner.pricing.limits(planner.guesses.costs(0))
+        host = planner.pricing.priced(ModelTimer("calls", 3), limits).host
+
+    # The bias lies on disk, too.
+    assert [cost.disk_bytes for cost in planner.guesses.costs(0)] == [4 * (64 + 8), 0, 0]
+    assert host.disk_gb_s == (None if fails else 2.5)
+    assert asked == [(str(tmp_path),)]
+    assert ("the disk could not be probed" in caplog.text) is fails
 
 
 @cache

@@ -487,7 +487,9 @@ def test_frozen_weights_on_disk_are_proposed_counted_and_told(
     assert 0 < frozen["before_anything_runs_s"] < frozen["step_s"] / 2
     assert frozen["read_bytes_a_step"] > frozen["bytes"]
     assert frozen["hidden_from_batch"] > 4
-    assert plan["step_s"] == pytest.approx(frozen["step_s"] + staged["disk"]["step_s"])
+    # Until the first one is there, nothing runs.
+    least = frozen["step_s"] + staged["disk"]["step_s"]
+    assert least < plan["step_s"] < 1.02 * least
     assert "DOES NOT FIT: the disk is short by" in full
     assert refused == [2, 2]
     errors = capsys.readouterr().err

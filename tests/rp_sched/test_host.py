@@ -1,4 +1,4 @@
-"""What devices share: the GIL, host memory, switches, additions and the optimizer, in simulation and price."""
+"""What devices share, in simulation and price: the GIL, host memory, switches, additions, the optimizer, disks."""
 
 import statistics
 from dataclasses import replace
@@ -107,6 +107,31 @@ def test_uploads_and_downloads_share_host_memory():
     # Two uploads of 6 bytes until 12, 2 ms of computing, then two downloads.
     assert [(span.fetched_ms, span.left_ms) for span in found.spans] == [(12.0, 26.0)] * 2
     assert found.resource_ms["host memory"] == 24
+
+
+def test_uploads_of_what_is_on_disk_share_the_disk():
+    cost, limits = LayerCost(1.0, weight_bytes=6, disk_bytes=4, trainable_bytes=0), Limits(upload_gb_s=SLOW)
+    slow, fast = (played(WHOLE, cost, replace(limits, host=Host(disk_gb_s=rate))) for rate in (SLOW / 2, 2 * SLOW))
+    # Each reads 4 bytes, which take 2 ms each, and together use the disk without a pause.
+    assert [span.fetched_ms for span in slow.spans] == [16.0, 16.0]
+    assert slow.bottleneck == "disk"
+    # Where the disk is faster than the links, these bound.
+    assert [span.fetched_ms for span in fast.spans] == [6.0, 6.0]
+    assert fast.resource_ms["disk"] == 4.0
+
+
+def test_what_lies_on_disk_is_read_by_fewer_tasks():
+    costs = [LayerCost(10.0, weight_bytes=10**9, trainable_bytes=0, disk_bytes=10**9)] * 16
+    how = {"devices": 4, "microbatches": 16, "mode": "fused"}
+    linked = Limits(device_memory_bytes=6 * 10**9, upload_gb_s=50, download_gb_s=50)
+    disk = replace(linked, host=Host(disk_gb_s=6))
+    quick, sparing = (plan(costs, limits=limits, **how) for limits in (linked, disk))  # type: ignore[arg-type]
+
+    def read(found: Plan) -> int:
+        return PricedPlan(found, costs, mode="fused", microbatches=16, limits=disk).work.disk_bytes
+
+    assert read(sparing) < read(quick)
+    assert PricedPlan(sparing, costs, mode="fused", microbatches=16, limits=disk).bottleneck(4) == "disk"
 
 
 def test_launching_takes_turns_of_the_gil():
@@ -241,7 +266,12 @@ def test_an_unknown_word_of_the_host_is_refused():
 @st.composite
 def launching(draw: st.DrawFn, most: int = 4) -> list[LayerCost]:
     return [
-        replace(cost, forward_launch_ms=draw(st.integers(0, 4)), backward_launch_ms=draw(st.integers(0, 4)))
+        replace(
+            cost,
+            forward_launch_ms=draw(st.integers(0, 4)),
+            backward_launch_ms=draw(st.integers(0, 4)),
+            disk_bytes=draw(st.integers(0, cost.weight_bytes)),
+        )
         for cost in draw(st.lists(layers(), min_size=1, max_size=most))
     ]
 
@@ -258,6 +288,7 @@ def hosts(draw: st.DrawFn) -> Host:
         gradient_buffers=draw(st.sampled_from([None, 1, 2])),
         optimizer_gb_s=draw(rates),
         optimizer_bytes=draw(st.sampled_from([0, 4, 28])),
+        disk_gb_s=draw(rates),
     )
 
 
@@ -290,7 +321,7 @@ def more(limits: Limits, name: str) -> Limits:
 
 RESOURCES = (
     *("upload_gb_s", "download_gb_s", "leaving_bytes", "switches"),
-    *("memory_gb_s", "gil_ms_per_gb", "add_gb_s", "optimizer_gb_s"),
+    *("memory_gb_s", "gil_ms_per_gb", "add_gb_s", "optimizer_gb_s", "disk_gb_s"),
 )
 
 
@@ -369,7 +400,7 @@ def test_work_is_conserved_and_bounds_the_time(
     timeline = simulate(listed, costs, limits=limits, **how)  # type: ignore[arg-type]
     loads = priced.loads_ms(1)
     # On one device nothing is spread, and each resource has the work of three calls; links have two directions.
-    for resource in ("device", "GIL", "host memory", "additions", "optimizer"):
+    for resource in ("device", "GIL", "host memory", "additions", "optimizer", "disk"):
         assert timeline.resource_ms.get(resource, 0.0) == pytest.approx(3 * loads[resource], abs=1e-6)
     for resource, ms in timeline.resource_ms.items():
         # After the end there may be steps of two calls, and bytes of activations that links account for.

@@ -29,7 +29,7 @@ from rp_estimate.machine.hardware import Machine, memory_bytes_for
 from rp_estimate.machine.network import ONE_MACHINE, Network
 from rp_estimate.workload import Workload, size_of
 
-Bound = Resource | Literal["network", "disk"]
+Bound = Resource | Literal["network"]
 # The number of calls to simulate for the memory that devices use.
 _CALLS = 2
 # A plan this near to the bound of all plans is not improved on; numbers of microbatches as near are equal, too.
@@ -107,17 +107,21 @@ class Planned:
     def ms(self) -> float:
         """The time of a step: traffic overlaps with everything else, so the longer of both counts.
 
-        So does the disk of asynchronous steps; synchronous ones wait for it. Tasks read frozen weights while those
-        before them run, but nothing runs before the first.
+        So does the disk of asynchronous steps; synchronous ones wait for it.
         """
         waited = self.disk_ms if self.waits_for_disk else 0.0
-        called = self.first_read_ms + max(self.machine_ms, self.later_read_ms)
-        return max(called + waited, self.network_ms, self.all_disk_ms)
+        return max(self.machine_ms + waited, self.network_ms, self.all_disk_ms)
 
     @property
     def later_read_ms(self) -> float:
         """The time to read what computing may hide."""
         return self.read_ms - self.first_read_ms
+
+    @property
+    def unread_ms(self) -> float:
+        """The time for which the busiest resource but disks is busy."""
+        loads_ms = self.priced_plan.loads_ms(self.devices)
+        return max(ms for name, ms in loads_ms.items() if name != "disk")
 
     @property
     def all_disk_ms(self) -> float:
@@ -191,9 +195,9 @@ class Foretold:
 
     @property
     def hiding_batch(self) -> int:
-        """The batch from which on computing takes longer than what is read meanwhile; 0 without a plan."""
+        """The batch from which on something else takes longer than what is read meanwhile; 0 without a plan."""
         planned = self.planned
-        return 0 if planned is None else math.ceil(self.case.batch * planned.later_read_ms / planned.machine_ms)
+        return 0 if planned is None else math.ceil(self.case.batch * planned.later_read_ms / planned.unread_ms)
 
     @property
     def tokens_per_s(self) -> float:
@@ -283,6 +287,8 @@ def _problem(case: Case, sequences: int) -> tuple[tuple[LayerCost, ...], Limits]
     )
     if workload.how.master_kind == "split" and not is_double:
         limits = replace(limits, host=in_place(limits.host))
+    if workload.how.frozen.is_there:
+        limits = replace(limits, host=replace(limits.host, disk_gb_s=workload.how.frozen.read_gb_s))
     return tuple(costs), limits
 
 

@@ -328,6 +328,7 @@ class Workload:
                     trainable_bytes=sum(
                         one.layout.nbytes for one in self._blocks.get(at, ()) if one.kind == "trainable"
                     ),
+                    disk_bytes=self._on_disk(at),
                     boundary_bytes=sequences * facts.boundary_bytes,
                     kept_bytes=int(facts.kept_bytes.of(sequences, COMPILED_SHARE)) + self._fp8.codes_bytes(at),
                     forward_launch_ms=FORWARD_PART * launch_ms,
@@ -336,6 +337,12 @@ class Workload:
                 )
             )
         return costs
+
+    def _on_disk(self, at: int) -> int:
+        """Bytes of a part's weights that each upload reads from disk."""
+        if not self.how.frozen.is_there:
+            return 0
+        return sum(one.layout.nbytes for one in self._blocks.get(at, ()) if one.kind == "frozen")
 
     def _may_replay(self, at: int) -> bool:
         """Whether graphs launch a part: not what runs before the layers, the head, nor layers that are packed."""

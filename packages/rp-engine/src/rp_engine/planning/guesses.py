@@ -84,9 +84,11 @@ def _cost(layer: LayerState, footprint: Footprint, rows: int, by_graphs: frozens
     own = [block for block in layer.blocks if max(block.users) == layer.index]
     nbytes = sum(block.nbytes for block in own)
     expanded = sum(one.expanded_nbytes - one.packed_nbytes for one in packed_weights(layer.module))
+    uploaded = nbytes - footprint.spared_bytes([layer.index])
     return LayerCost(
         _FORWARD_MS_PER_BYTE * (nbytes + expanded + 1),
-        weight_bytes=nbytes - footprint.spared_bytes([layer.index]),
+        weight_bytes=uploaded,
+        disk_bytes=min(sum(block.nbytes for block in own if block.on_disk), uploaded),
         trainable_bytes=sum(block.nbytes for block in own if block.kind == "trainable"),
         kept_bytes=footprint.kept_bytes(layer.index, rows),
         writes_buffers=may_write(layer),

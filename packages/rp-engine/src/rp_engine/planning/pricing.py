@@ -14,7 +14,7 @@ from rp_telemetry.measurements import Machinery, priced
 from rp_transfer import Group
 
 from rp_engine.planning.footprint import Footprint
-from rp_engine.planning.probe import probed
+from rp_engine.planning.probe import frozen_gb_s, probed
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.settings.execute_plan import MODEL_SHARE
 
@@ -66,6 +66,8 @@ class Pricing:
         measurements = self._runtime.measurements
         if not (self.on_host or measurements.is_probed):
             measurements.note_probe(probed(self._runtime))
+        if not self.on_host and self._host.disk_gb_s is None:
+            self._host = replace(self._host, disk_gb_s=frozen_gb_s(self._state.options.frozen))
         self._is_tight = self._state.options.steps_in_backward or (
             pairs_gradients(self._state) and not self._has_room_for_pairs()
         )

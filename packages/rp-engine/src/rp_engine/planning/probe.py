@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable, Iterable
 
 import torch
+from rp_optim.disk.rate import disk_rates
+from rp_optim.errors import DiskError
+from rp_state.frozen.store import FrozenDisk
 from rp_telemetry.measurements import Rates, Way, shared_by
 from rp_transfer import Backend
 
@@ -23,10 +26,14 @@ _COPIES = 4
 _COPIES_AT_ONCE = 8
 # Host memory: more than the caches of most processors hold.
 _HOST_BYTES = 512 << 20
+# How long a disk is read, and written before.
+_DISK_S = 0.1
 
 _lock = threading.Lock()
 # By the devices' names: machines do not change while a process lives.
 _known: dict[tuple[str, ...], Rates] = {}
+# By their directories, what disks read a second.
+_known_disks: dict[tuple[str, ...], float | None] = {}
 
 
 def probed(runtime: Runtime) -> Rates:
@@ -39,6 +46,24 @@ def probed(runtime: Runtime) -> Rates:
         if devices not in _known:
             _known[devices] = _attempt(runtime)
         return _known[devices]
+
+
+def frozen_gb_s(disk: FrozenDisk | None) -> float | None:
+    """Return how fast this disk is read, measured once; None if there is none, or if measuring fails."""
+    if disk is None:
+        return None
+    with _lock:
+        if disk.directories not in _known_disks:
+            _known_disks[disk.directories] = _attempt_reading(disk)
+        return _known_disks[disk.directories]
+
+
+def _attempt_reading(disk: FrozenDisk) -> float | None:
+    try:
+        return disk_rates(disk.directories, _DISK_S).read_gb_s
+    except DiskError as error:
+        _LOG.warning("the disk could not be probed, so plans take it to be as fast as links: %s", error)
+        return None
 
 
 def _attempt(runtime: Runtime) -> Rates:

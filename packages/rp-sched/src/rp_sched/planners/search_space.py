@@ -153,6 +153,7 @@ class Space:
             down_bytes=sent,
             added_bytes=0,
             step_bytes=stepped,
+            disk_bytes=loads.disk_bytes[-1],
         )
         return max(loads.resources(self.devices).loads_ms(work, self.devices).values())
 

@@ -34,7 +34,8 @@ class LayerCost:
     layer's forward pass, backward pass and recomputation for one microbatch; the last is by default that of the
     forward pass. A device computes while work is launched on it, but all devices' threads share one GIL.
     `replay_launch_ms`: the same for each pass where a graph launches it; None: the layer has no graphs.
-    `graph_bytes`: the device memory that these take in a stage.
+    `graph_bytes`: the device memory that these take in a stage. `disk_bytes`: the part of `weight_bytes` that each
+    upload reads from disk.
 
     Raises `InvalidCost` for a number out of range, `TypeError` for a value that is not a number.
     """
@@ -50,6 +51,7 @@ class LayerCost:
     backward_launch_ms: float
     recompute_launch_ms: float
     replay_launch_ms: float | None
+    disk_bytes: int
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class LayerCost:
         backward_launch_ms: float = 0.0,
         recompute_launch_ms: float | None = None,
         replay_launch_ms: float | None = None,
+        disk_bytes: int = 0,
     ) -> None:
         forward_ms = milliseconds("forward_ms", forward_ms)
         backward_ms = BACKWARD_PER_FORWARD * forward_ms if backward_ms is None else backward_ms
@@ -84,9 +87,15 @@ class LayerCost:
         put(self, "recompute_launch_ms", milliseconds("recompute_launch_ms", recompute_launch_ms))
         replayed = replay_launch_ms is not None
         put(self, "replay_launch_ms", milliseconds("replay_launch_ms", replay_launch_ms) if replayed else None)
-        self._check_trainable()
+        put(self, "disk_bytes", nbytes("disk_bytes", disk_bytes))
+        self._check_parts()
 
-    def _check_trainable(self) -> None:
+    def _check_parts(self) -> None:
+        if self.disk_bytes > self.weight_bytes:
+            raise InvalidCost(
+                f"disk_bytes is a part of weight_bytes, so it must be at most {self.weight_bytes}, but is "
+                f"{self.disk_bytes} instead"
+            )
         most = LARGEST_PER_UPLOADED * self.weight_bytes
         if self.trainable_bytes > most:
             raise InvalidCost(

@@ -91,7 +91,8 @@ class Host:
     `optimizer_bytes`: host memory traffic of a step per parameter. `optimizer_gb_s`: the traffic that the
     optimizer reaches alone. A step overlaps the next call, and the call after that reads its weights.
     `double_buffer`: the host holds a second copy of the trainable weights, which steps write; otherwise new
-    weights are copied between calls, at `COPYING_BYTES` more per parameter.
+    weights are copied between calls, at `COPYING_BYTES` more per parameter. `disk_gb_s`: how fast all devices
+    together are given the weights that lie on disk (`LayerCost.disk_bytes`).
 
     Raises `InvalidCost` for a number out of range, `TypeError` for a value of another type.
     """
@@ -105,10 +106,11 @@ class Host:
     optimizer_bytes: float = OPTIMIZER_BYTES
     optimizer_gb_s: float | None = None
     double_buffer: bool = False
+    disk_gb_s: float | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        _set_speeds(self, "memory_gb_s", "add_gb_s", "optimizer_gb_s")
+        _set_speeds(self, "memory_gb_s", "add_gb_s", "optimizer_gb_s", "disk_gb_s")
         put(self, "gil_ms_per_gb", milliseconds("gil_ms_per_gb", self.gil_ms_per_gb))
         put(self, "launch_gil_share", part("launch_gil_share", self.launch_gil_share))
         for name in ("add_threads", "gradient_buffers"):
@@ -143,10 +145,15 @@ class Host:
         return _ms_per_byte(self.optimizer_gb_s)
 
     @property
+    def disk_ms_per_byte(self) -> float:
+        """Time to read a byte from disk; zero if the rate is not limited."""
+        return _ms_per_byte(self.disk_gb_s)
+
+    @property
     def is_free(self) -> bool:
         """Whether nothing on the host takes any time, except launching layers."""
-        rates = (self.memory_gb_s, self.add_gb_s, self.optimizer_gb_s)
-        return rates == (None, None, None) and not self.gil_ms_per_gb
+        rates = (self.memory_gb_s, self.add_gb_s, self.optimizer_gb_s, self.disk_gb_s)
+        return rates == (None,) * len(rates) and not self.gil_ms_per_gb
 
     def gradient_copies(self, tasks: int) -> int:
         """Return the host's gradient bytes, in multiples of 16-bit gradients, if `tasks` tasks add to each.

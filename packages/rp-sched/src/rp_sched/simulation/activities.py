@@ -7,7 +7,7 @@ from typing import TypeVar
 from rp_sched.problem.tasks import Task
 from rp_sched.simulation.clock import has_room_beside, is_clear, waits_to_leave
 from rp_sched.simulation.fluid import Activity, Fluid
-from rp_sched.simulation.resources import GIL, OPTIMIZER, DeviceRates, Rate, Resource
+from rp_sched.simulation.resources import DISK, GIL, OPTIMIZER, DeviceRates, Rate, Resource
 from rp_sched.simulation.stage_costs import Load, Loads, Sums
 
 # The directions of a link.
@@ -146,7 +146,8 @@ class Calls:
         launched: After = [(call.launch, 0.0)]
         steps = self._steps(task)
         fetch_after = [*launched, *_after(self._up[device], *steps, self._room(load, lane, last))]
-        fetch = self._move(load.weight_bytes, lane.up, device, fetch_after)
+        disk_ms = self._resources.disk_ms * load.disk_bytes / max(load.weight_bytes, 1)
+        fetch = self._move(load.weight_bytes, lane.up.beside(DISK, disk_ms), device, fetch_after)
         inputs = self._move(len(task.microbatches) * load.input_bytes, lane.up, device, [(fetch, 0.0)])
         feed = feeds.of(task.microbatches[0])
         end = None if last is None else last.end

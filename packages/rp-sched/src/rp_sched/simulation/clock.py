@@ -134,7 +134,7 @@ class Clock:
         """Simulate a task. `ready[m]`: when it may start microbatch m; set to when the next stage may."""
         lane = resources.lanes[device]
         fetch_ms = max(self.up[device], self._room_ms(load, device, lane.memory_bytes), self.stepped_before_ms)
-        fetched_ms = fetch_ms + load.weight_bytes * lane.up_ms
+        fetched_ms = fetch_ms + max(load.weight_bytes * lane.up_ms, load.disk_bytes * resources.disk_ms)
         self.up[device] = fetched_ms + len(batch) * load.input_bytes * lane.up_ms
         start_ms = max(self.free[device], fetched_ms, self._cleared_ms(load, device, lane.memory_bytes))
         begin_ms = max(start_ms, ready[batch.start])

@@ -1,4 +1,4 @@
-"""What tasks take of the links and of what devices share: switches, host memory, the GIL, adding threads."""
+"""What tasks take of links and of what devices share: switches, host memory, the GIL, adding threads, disks."""
 
 import math
 from collections.abc import Iterable
@@ -6,12 +6,12 @@ from typing import Literal, NamedTuple
 
 from rp_sched.problem.limits import Device, Limits
 
-Resource = Literal["device", "link", "switch", "host memory", "GIL", "additions", "optimizer"]
+Resource = Literal["device", "link", "switch", "host memory", "GIL", "additions", "optimizer", "disk"]
 """What may bound a plan. `link`: one direction of a device's link; `switch`: the same of several links."""
 
 # Resources that all devices share have these indices in `Rate.shared`; those of switches follow.
-GIL, MEMORY, ADDITIONS, OPTIMIZER = range(4)
-_NAMES: tuple[Resource, ...] = ("GIL", "host memory", "additions", "optimizer")
+GIL, MEMORY, ADDITIONS, OPTIMIZER, DISK = range(5)
+_NAMES: tuple[Resource, ...] = ("GIL", "host memory", "additions", "optimizer", "disk")
 
 
 class Rate(NamedTuple):
@@ -34,6 +34,14 @@ class Rate(NamedTuple):
         """By shared resource, the part of it that moving bytes takes at full speed."""
         alone = self.alone
         return [(resource, ms / alone) for resource, ms in self.shared]
+
+    def beside(self, resource: int, ms: float) -> "Rate":
+        """The rate of bytes that take so many ms of another shared resource, too.
+
+        >>> Rate(2.0).beside(DISK, 5.0).alone
+        5.0
+        """
+        return self._replace(shared=(*self.shared, (resource, ms))) if ms else self
 
 
 class DeviceRates(NamedTuple):
@@ -61,12 +69,13 @@ class Work(NamedTuple):
     down_bytes: int
     added_bytes: int
     step_bytes: float
+    disk_bytes: int
 
 
 def total(works: Iterable[Work]) -> Work:
     """The sum of several tasks' work.
 
-    >>> total([Work(1.0, 0.0, 3, 0, 0, 0.0)] * 2).up_bytes
+    >>> total([Work(1.0, 0.0, 3, 0, 0, 0.0, 0)] * 2).up_bytes
     6
     """
     return Work(*map(sum, zip(*works, strict=True)))
@@ -90,6 +99,7 @@ class Resources:
         self.update = Rate(host.optimizer_ms_per_byte, _taken([(MEMORY, host.memory_ms_per_byte)]))
         self.update_ms = self.update.alone
         self.add_ms = host.add_ms_per_byte
+        self.disk_ms = host.disk_ms_per_byte
 
     def loads_ms(self, work: Work, used: int) -> dict[Resource, float]:
         """How long each resource of the first `used` devices is busy with this work, if it is spread evenly.
@@ -107,6 +117,7 @@ class Resources:
             "GIL": work.launch_ms * host.launch_gil_share + (moved + 2 * work.added_bytes) * host.gil_ms_per_byte,
             "additions": work.added_bytes * host.add_ms_per_byte,
             "optimizer": work.step_bytes * host.optimizer_ms_per_byte,
+            "disk": work.disk_bytes * host.disk_ms_per_byte,
         }
 
     def _moving_ms(self, work: Work, used: int, *, behind_switches: bool) -> float:

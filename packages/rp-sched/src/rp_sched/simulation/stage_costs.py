@@ -23,11 +23,11 @@ class Load(NamedTuple):
 
     `ms`: compute time of one microbatch; `backward_ms`: the part of it that needs gradients. `launch_ms`: how
     long its launching holds the GIL. `hop_ms`: from the end of a microbatch to when the next stage may start it,
-    on the slowest links. `weight_bytes`: uploaded for the task. `input_bytes`, `output_bytes`: uploaded and
-    downloaded per microbatch. `sent_bytes`, `added_bytes`: gradients downloaded by the task, of which the latter
-    are added on the host. `step_bytes`: traffic of the optimizer's step that the
-    task's gradients complete. `state_bytes`: weights and gradients on the device. `gradient_bytes`: gradients
-    alone. `kept_bytes`: kept activations of one microbatch, and what graphs take.
+    on the slowest links. `weight_bytes`: uploaded for the task, of which `disk_bytes` are read from disk.
+    `input_bytes`, `output_bytes`: uploaded and downloaded per microbatch. `sent_bytes`, `added_bytes`: gradients
+    downloaded by the task, of which the latter are added on the host. `step_bytes`: traffic of the optimizer's
+    step that the task's gradients complete. `state_bytes`: weights and gradients on the device. `gradient_bytes`:
+    gradients alone. `kept_bytes`: kept activations of one microbatch, and what graphs take.
     """
 
     kind: TaskKind
@@ -44,6 +44,7 @@ class Load(NamedTuple):
     state_bytes: int
     gradient_bytes: int
     kept_bytes: int
+    disk_bytes: int
 
     @property
     def step_ms(self) -> float:
@@ -122,6 +123,7 @@ class Loads:
         self.forward_ms = _sums([cost.forward_ms for cost in costs])
         self.backward_ms = _sums([cost.backward_ms for cost in costs])
         self.weight_bytes = _sums([cost.weight_bytes for cost in costs])
+        self.disk_bytes = _sums([cost.disk_bytes for cost in costs])
         self.trainable_bytes = _sums([cost.trainable_bytes for cost in costs])
         self.gradient_bytes = _sums([cost.gradient_bytes for cost in costs])
         self.kept_bytes = _sums([cost.kept_bytes + cost.graph_bytes for cost in costs])
@@ -192,6 +194,7 @@ class Loads:
             state_bytes=weights + gradients,
             gradient_bytes=gradients,
             kept_bytes=self.kept_bytes[stop] - self.kept_bytes[start] if kind.keeps_activations else 0,
+            disk_bytes=self.disk_bytes[stop] - self.disk_bytes[start],
         )
 
     def _launch_ms(self, kind: TaskKind, layers: range) -> float:
@@ -334,6 +337,7 @@ def _work(job: UnassignedTask) -> Work:
         down_bytes=load.sent_bytes - load.added_bytes + count * load.output_bytes,
         added_bytes=load.added_bytes,
         step_bytes=load.step_bytes,
+        disk_bytes=load.disk_bytes,
     )
 
 
