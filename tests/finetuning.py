@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -217,4 +217,22 @@ def plain_loop(
             group["lr"] = learning_rate(step, steps=count, highest=rate, warm_up=1)
         optimizer.step()
         optimizer.zero_grad()
+    return losses
+
+
+def trained_plainly(
+    model: nn.Module, inputs: Mapping[str, Any], labels: torch.Tensor, *, steps: int, lr: float
+) -> list[float]:
+    """The losses of steps on one batch in plain PyTorch, with the command's schedule and a norm of at most 0.5."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    losses: list[float] = []
+    for step in range(1, steps + 1):
+        loss = model(**inputs, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps=steps, highest=lr, warm_up=1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
     return losses

@@ -22,19 +22,11 @@ from roundpipe import (
 )
 from roundpipe import wrap_model_to_roundpipe as wrap
 from safetensors.torch import load_file
+from tiny_models import SMALL, untied, with_experts
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 BF16 = torch.bfloat16
-SMALL: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
-EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 ATTENTION: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
 KINDS: dict[str, Any] = {
     "LoRA": LoraConfig(**ATTENTION),
@@ -48,8 +40,8 @@ KINDS: dict[str, Any] = {
 def adapted(kind: str = "LoRA", dtype: torch.dtype = BF16) -> PeftModel:
     torch.manual_seed(0)
     if kind == "experts":
-        return get_peft_model(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **EXPERTS)).to(dtype), KINDS[kind])
-    return get_peft_model(LlamaForCausalLM(LlamaConfig(**SMALL)).to(dtype), KINDS[kind])
+        return get_peft_model(with_experts().to(dtype), KINDS[kind])
+    return get_peft_model(untied().to(dtype), KINDS[kind])
 
 
 def trained(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -24,40 +24,11 @@ from roundpipe import (
 )
 from rp_sched import Plan
 from safetensors.torch import load_file
+from tiny_models import tied, untied, with_experts
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
-
-SMALL: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-}
-
-
-def tied() -> nn.Module:
-    return Qwen3ForCausalLM(Qwen3Config(**SMALL, tie_word_embeddings=True))
-
-
-def plain() -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**SMALL))
-
-
-def experts() -> nn.Module:
-    config = Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    return Qwen3MoeForCausalLM(config)
-
 
 Wrapped = RoundPipe | AutoRoundPipe
 
@@ -85,8 +56,8 @@ def train(model: Wrapped, optimizer: torch.optim.Optimizer, first: int, last: in
     ("make", "dtype"),
     [
         (tied, torch.bfloat16),
-        pytest.param(plain, torch.float32, marks=pytest.mark.slow),
-        pytest.param(experts, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(untied, torch.float32, marks=pytest.mark.slow),
+        pytest.param(with_experts, torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
 def test_from_pretrained_loads_a_checkpoint_and_training_goes_on_from_it(
@@ -127,7 +98,7 @@ def every_tensor(folder: Path) -> dict[str, torch.Tensor]:
 
 def lora() -> nn.Module:
     how = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.2)
-    return get_peft_model(plain(), how)  # type: ignore[arg-type]
+    return get_peft_model(untied(), how)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -153,7 +124,7 @@ def test_adapters_are_saved_as_peft_saves_them_and_go_on(
     assert equal(*(load_file(folder / "adapter_model.safetensors") for folder in (path, tmp_path / "truth")))
     assert (path / "adapter_config.json").exists()
     torch.manual_seed(0)
-    found = PeftModel.from_pretrained(plain(), path).state_dict()
+    found = PeftModel.from_pretrained(untied(), path).state_dict()
     assert equal(found, truth.state_dict())
     # The model below is not in it.
     assert not (path / "model.safetensors").exists()
@@ -161,7 +132,7 @@ def test_adapters_are_saved_as_peft_saves_them_and_go_on(
 
 
 def test_full_and_adapted_models_are_told_apart(tmp_path: Path, two: Runtime) -> None:
-    full, adapted = wrapped(plain, two), wrapped(lora, two)
+    full, adapted = wrapped(untied, two), wrapped(lora, two)
     before = {name: value.clone() for name, value in adapted.state_dict().items()}
     one = save_checkpoint(tmp_path / "full", full).path
     other = save_checkpoint(tmp_path / "adapted", adapted).path
@@ -183,7 +154,7 @@ def test_adapters_of_another_rank_are_refused(tmp_path: Path, two: Runtime) -> N
 
     def wider() -> nn.Module:
         how = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
-        return get_peft_model(plain(), how)  # type: ignore[arg-type]
+        return get_peft_model(untied(), how)  # type: ignore[arg-type]
 
     with pytest.raises(CheckpointMismatch, match=r"lora_A.default.weight has shape \(4, 16\)"):
         load_checkpoint(path, wrapped(wider, two))
@@ -192,7 +163,7 @@ def test_adapters_of_another_rank_are_refused(tmp_path: Path, two: Runtime) -> N
 @pytest.mark.later
 def test_a_cut_that_is_given_again_rounds_as_before(tmp_path: Path) -> None:
     def train_in(runtime: Runtime, plan: Plan | None, path: Path | None) -> tuple[Any, list[float]]:
-        model = wrapped(lambda: plain().to(torch.bfloat16), runtime, optim_dtype=torch.float32)
+        model = wrapped(lambda: untied().to(torch.bfloat16), runtime, optim_dtype=torch.float32)
         optimizer = torch.optim.AdamW(model.optim_parameters(), lr=0.05)
         loaded = None if path is None else load_checkpoint(path, model, optimizer)
         config = RoundPipeRunConfig(num_microbatch=2, execute_plan=plan)

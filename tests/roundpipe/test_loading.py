@@ -18,35 +18,22 @@ from programs import COMMAND_LINE, ended
 from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained
 from roundpipe import wrap_model_to_roundpipe as wrap
 from safetensors.torch import load_file, save_file
+from tiny_models import tied, untied, with_experts
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedModel,
     Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
     logging,
 )
 
-SMALL = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-}
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, tie_word_embeddings=True)),
-    "untied": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
-    "experts": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    ),
+    "tied": tied,
+    "untied": untied,
+    "experts": with_experts,
 }
 MICROBATCHES = RoundPipeRunConfig(num_microbatch=2)
 

@@ -23,42 +23,11 @@ from plain import assert_near
 from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime
 from roundpipe import wrap_model_to_roundpipe as wrap
 from rp_state.modules.parametrizing import cache_by_thread
+from tiny_models import tied, untied, with_experts
 from torch import nn
 from torch.nn.utils import parametrize
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
-SMALL = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-}
-
-
-def qwen() -> nn.Module:
-    return Qwen3ForCausalLM(Qwen3Config(**SMALL, tie_word_embeddings=True))
-
-
-def llama() -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**SMALL))
-
-
-def moe() -> nn.Module:
-    config = Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    return Qwen3MoeForCausalLM(config)
-
-
-FAMILIES: dict[str, Callable[[], nn.Module]] = {"qwen": qwen, "llama": llama, "moe": moe}
+FAMILIES: dict[str, Callable[[], nn.Module]] = {"qwen": tied, "llama": untied, "moe": with_experts}
 # Not zero at first, so that all gradients say something.
 LORA = {"r": 4, "lora_alpha": 8, "init_lora_weights": False}
 
@@ -207,7 +176,7 @@ def test_a_trained_model_merges(two: Runtime, tmp_path: Path, family: str, prese
 @pytest.mark.parametrize("preset", [None, False])
 def test_adapters_may_be_added_after_wrapping(two: Runtime, preset: bool | None) -> None:
     torch.manual_seed(0)
-    base = qwen()
+    base = tied()
     truth = copy.deepcopy(base)
     model = wrapped(base, two, use_sequential_preset=preset)
     made: list[PeftModel] = []
@@ -247,7 +216,7 @@ def test_what_only_the_peft_model_can_do_is_refused_in_a_row(two: Runtime) -> No
 )
 def test_a_peft_model_that_does_more_than_call_its_base_runs_itself(two: Runtime, config: Any) -> None:
     torch.manual_seed(0)
-    p = get_peft_model(qwen(), config)
+    p = get_peft_model(tied(), config)
     truth = copy.deepcopy(p)
     model = wrapped(p, two, use_sequential_preset=False)
     loss = model(input_ids=ids(), labels=ids()).loss
@@ -300,7 +269,7 @@ def test_adapters_of_any_kind_train_and_are_saved(
 
 
 def test_shared_matrices_of_a_model_that_is_taken_apart_are_warned_of(two: Runtime) -> None:
-    p = get_peft_model(llama(), KINDS["VeRA"])
+    p = get_peft_model(untied(), KINDS["VeRA"])
     with pytest.warns(UserWarning, match=r"self_attn and .* share the buffer"):
         wrapped(p, two, use_sequential_preset=False)
 
@@ -309,7 +278,7 @@ def test_the_example_of_the_documentation_runs(two: Runtime, tmp_path: Path) -> 
     text = (Path(__file__).parents[2] / "docs" / "peft.md").read_text()
     code = text.split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {
-        "base": qwen(),
+        "base": tied(),
         "batches": [{"input_ids": ids(seed)} for seed in range(2)],
         "loss_of": lambda logits, batch: logits.square().mean() + 0 * batch["input_ids"].sum(),
         "folder": tmp_path,
@@ -358,7 +327,7 @@ def test_a_cache_of_parametrized_weights_is_the_threads_own() -> None:
 def test_the_penalty_that_adalora_adds_to_the_loss_is_trained(devices: Runtime) -> None:
     config = AdaLoraConfig(target_modules=["q_proj"], total_step=10, task_type="CAUSAL_LM")
     torch.manual_seed(0)
-    truth = get_peft_model(qwen(), config)
+    truth = get_peft_model(tied(), config)
     with torch.no_grad():
         for name, parameter in truth.named_parameters():
             if "lora_" in name:

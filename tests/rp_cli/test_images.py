@@ -25,7 +25,6 @@ from rp_data.notes import Notes
 from rp_data.rows.documents import read_samples
 from rp_data.tokens import Reader
 from rp_trainer.errors import Refused
-from rp_trainer.finetuning.settings import learning_rate
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
@@ -104,18 +103,7 @@ def plain_losses(
         processor_kwargs={"padding": True, "padding_side": "right"},
     )
     labels = inputs["input_ids"].masked_fill(inputs.pop("assistant_masks") == 0, -100)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    losses: list[float] = []
-    for step in range(1, STEPS + 1):
-        loss = model(**inputs, labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps=STEPS, highest=RATE, warm_up=1)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model
+    return finetuning.trained_plainly(model, inputs, labels, steps=STEPS, lr=RATE), model
 
 
 @pytest.mark.parametrize(

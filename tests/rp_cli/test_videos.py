@@ -14,7 +14,6 @@ from rp_cli.main import main
 from rp_data.images.processor import Sight
 from rp_data.images.videos import Video
 from rp_trainer.errors import Refused
-from rp_trainer.finetuning.settings import learning_rate
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 pytest.importorskip("torchvision")
@@ -107,18 +106,7 @@ def plain_losses(folder: Path, plain: Plain) -> list[float]:
         count = len(processor.tokenizer(text.partition("assistant\n")[2])["input_ids"])
         end = int(inputs["attention_mask"][row].sum())
         labels[row, end - count : end] = inputs["input_ids"][row, end - count : end]
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    losses: list[float] = []
-    for step in range(1, STEPS + 1):
-        loss = model(**inputs, labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps=STEPS, highest=RATE, warm_up=1)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return finetuning.trained_plainly(model, inputs, labels, steps=STEPS, lr=RATE)
 
 
 def trained(folder: Path, data: Path, *more: str) -> int:

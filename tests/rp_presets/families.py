@@ -275,14 +275,6 @@ GEMMA3N = {
     "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0, 0.0, 0.0],
 }
 GEMMA4 = {**SHARED_KEYS, "global_head_dim": 32, "num_key_value_heads": 2}
-GEMMA4_ASSISTANT = {
-    "num_hidden_layers": 2,
-    "num_kv_shared_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "hidden_size_per_layer_input": 0,
-    "vocab_size_per_layer_input": 0,
-    "global_head_dim": 32,
-}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {**MAMBA2, "num_hidden_layers": 4, "attn_layer_indices": [1, 3]},

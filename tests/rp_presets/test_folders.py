@@ -14,16 +14,9 @@ from typing import Any
 import pytest
 import torch
 from rp_presets import check_folder, checkpoint_bytes, load_packed, load_pretrained
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig, LlamaForCausalLM
+from tiny_models import untied
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, LlamaForCausalLM
 
-SMALL = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 CODE = """
 import pathlib
 pathlib.Path({marker!r}).write_text("ran")
@@ -41,7 +34,7 @@ def generate(*args, **kwargs):
 def folder(tmp_path: Path) -> Path:
     """A checkpoint in two files."""
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(tmp_path / "model", max_shard_size="8KB")
+    untied().save_pretrained(tmp_path / "model", max_shard_size="8KB")
     return tmp_path / "model"
 
 

@@ -11,22 +11,14 @@ import pytest
 import torch
 from rp_presets import load_pretrained
 from safetensors.torch import save_file
+from tiny_models import SMALL, untied
 from transformers import AutoModel, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, LlamaModel
-
-SMALL = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(tmp_path / "llama")
+    untied().save_pretrained(tmp_path / "llama")
     return tmp_path / "llama"
 
 

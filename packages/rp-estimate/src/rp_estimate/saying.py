@@ -1,4 +1,4 @@
-"""Who is told what is worked on."""
+"""`Say`: is called with a line on what an estimate works on; `silent` ignores it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`SplitDecisions`: what was found out about how calls are split, by kind, and when it is found out anew."""
+"""`SplitDecisions`: how calls of each kind are split, as trials have shown, and when they are tried again."""
 
 from __future__ import annotations
 

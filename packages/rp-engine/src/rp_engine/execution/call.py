@@ -99,9 +99,9 @@ class Rewritten:
 
 @dataclass(frozen=True, slots=True)
 class Aside:
-    """What tells a call that no plan learns from, such as one that is only to show what a model computes.
+    """How a call from which no plan learns differs from a user's, such as one that only shows what a model computes.
 
-    By default it is told by nothing: see `USUAL`.
+    By default in nothing: see `USUAL`.
 
     `view`: makes of what the last layer is given and returns, on its device, what leaves that instead; None: the
     output leaves it.

@@ -103,7 +103,7 @@ class LayerRuns:
         return recomputes or not (self._facts[layer].may_be_examined and wants_examination(self._call, layer))
 
     def _compared(self, run: _Run, body: Callable[[_Run], Any]) -> Any:
-        """Run a layer; note by what it is known after the call whether it computes the same again."""
+        """Run a layer; note samples of its output and weights, which are compared when the call is over."""
         layer, dtype = run.facts.index, self._precision(run.twin)
         weights = self._twins.weights(layer)
         before = self._sums(weights)
