@@ -99,7 +99,7 @@ class Rewritten:
 
 @dataclass(frozen=True, slots=True)
 class Aside:
-    """How a call from which no plan learns differs from a user's, such as one that only shows what a model computes.
+    """How a call from which no plan learns differs from a user's: one that only shows what a model computes, say.
 
     By default in nothing: see `USUAL`.
 
