@@ -17,7 +17,7 @@ from rp_data.documents import Document
 from rp_data.rows.documents import read_samples
 from rp_data.tokens import Reader
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 pytestmark = pytest.mark.usefixtures("measured_once")
 
@@ -101,6 +101,28 @@ def steps_of(folder: Path, data: Path, *, packing: bool, accumulation: int) -> I
     rows = BATCH * accumulation
     for step in range(STEPS):
         yield [document for row in range(step * rows, (step + 1) * rows) for document in sequences.at(row)]
+
+
+def test_text_of_a_trained_model_ends_where_its_template_ends_replies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = finetuning.make_model(tmp_path / "base")
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)
+    config = GenerationConfig(eos_token_id=0, pad_token_id=7)
+    config.save_pretrained(folder)
+    data = finetuning.json_lines(tmp_path / "data.jsonl", finetuning.chats(14))
+    asked = ["train", "--model", str(folder), "--data", str(data), *SETTINGS, "--output"]
+
+    assert main([*asked, str(tmp_path / "all")]) == 0
+    told = capsys.readouterr().out
+    assert main([*asked, str(tmp_path / "adapters"), "--lora", "4"]) == 0
+
+    end = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("<|im_end|>")
+    found = GenerationConfig.from_pretrained(tmp_path / "all" / "model")
+    assert (found.eos_token_id, found.pad_token_id) == ([0, end], 7)
+    assert f"generation_config.json: text ends at <|im_end|> ({end}), too" in told
+    assert "generation_config.json" not in capsys.readouterr().out
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == 0
 
 
 def test_a_routers_loss_counts_once_a_step_in_however_many_calls(tmp_path: Path) -> None:

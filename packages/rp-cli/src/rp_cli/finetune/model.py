@@ -21,10 +21,12 @@ from roundpipe import (
 from roundpipe.loading import STORED
 from rp_adapters.making import adapt
 from rp_adapters.vocabulary import grow
+from rp_data.chat.reply_ends import ReplyEnds
 from rp_data.images.processor import Sight, has_processor, sight_of
 from rp_data.images.store import Store
 from rp_estimate.meta.meta_model import config_of, try_if_unusual
 from rp_estimate.meta.model_class import model_class, placeholders, sees
+from rp_export.writing import write_ends
 from rp_optim import DiskError
 from rp_presets import DamagedFile, UnsupportedModel, check_checkpoint, check_folder, check_tokenizer, unasked
 from rp_sources.models import called
@@ -318,13 +320,16 @@ def trained_on(options: FineTuning) -> dict[str, Any] | None:
     return identity_of(options.model) if options.is_adapted and has_weights(options) else None
 
 
-def save_model(model: RoundPipe, tokenizer: Any, identity: dict[str, Any] | None, folder: Path) -> None:
+def save_model(
+    model: RoundPipe, tokenizer: Any, identity: dict[str, Any] | None, ends: ReplyEnds, folder: Path
+) -> None:
     """Write the model, or its adapters, and the tokenizer or the processor as `save_pretrained` does.
 
-    `identity`: of the model that the adapters are for, see `trained_on`.
+    `identity`: of the model that the adapters are for, see `trained_on`. `ends`: where its text ends, too.
     """
     save: Any = model.named_model.save_pretrained
     save(folder)
+    print(ends.told(write_ends(folder, ends)), end="", flush=True)
     tokenizer.save_pretrained(folder)
     if identity is not None:
         write_beside(folder, identity)

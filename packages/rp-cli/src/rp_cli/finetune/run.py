@@ -12,6 +12,7 @@ from typing import Any
 
 from roundpipe import RoundPipe, Runtime
 from rp_adapters.making import check_installed
+from rp_data.chat.reply_ends import ReplyEnds
 from rp_reports.page import Page
 from rp_reports.progress import Progress
 from rp_reports.terminal import say
@@ -37,6 +38,7 @@ from rp_cli.finetune.model import (
     check_model,
     check_weights,
     config_file,
+    loader_of,
     pad_of,
     placeholders_in,
     save_model,
@@ -197,11 +199,12 @@ def _train(
     settings = settings_of(options, data.steps)
     processes.lead(lambda: _extend(options, data))
     saved_beside = tokenizer if data.sight is None else data.sight.processor
+    ends = ReplyEnds() if options.is_adapted else ReplyEnds.by(loader_of(options), "--tokenizer")
 
     def kept_in(folder: Folder) -> InFolder:
         facts = {**options.jsonable(), "data_digest": data.digest, CLOCK: data.clock.isoformat()}
         facts |= {} if identity is None else {KEY: identity}
-        return InFolder(folder, partial(save_model, model, saved_beside, identity), options=facts)
+        return InFolder(folder, partial(save_model, model, saved_beside, identity, ends), options=facts)
 
     def told() -> str:
         launch = model.launch_decision

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import rp_export
+from rp_data.chat.reply_ends import ReplyEnds
 from rp_export import ExportSettings
 from rp_export.folder import check_output
 from rp_export.pushing import check_push
@@ -12,7 +13,6 @@ from rp_sources.sources import source_of
 from rp_trainer.errors import Refused
 
 from rp_cli.finetune.model import without_bars
-from rp_cli.merging.ends import ReplyEnds
 from rp_cli.merging.merge import push, tell_unused
 from rp_cli.merging.options import ExportOptions
 from rp_cli.merging.recipe import recipe_of
@@ -33,6 +33,6 @@ def export(options: ExportOptions) -> None:
     done = rp_export.export(source, options.output, settings, options=recipe_of(source), ends=ends)
     tell_unused(done.whole)
     print(f"{options.format} in {options.output}: {done.told}", flush=True)
-    if ends is not None:
-        ends.tell(done.whole)
+    if ends is not None and done.whole is not None:
+        print(ends.told(done.whole.ends), end="")
     push(options)

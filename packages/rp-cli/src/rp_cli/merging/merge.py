@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import rp_export
+from rp_data.chat.reply_ends import ReplyEnds
 from rp_export import Whole
 from rp_export.folder import check_output
 from rp_export.pushing import check_push
@@ -10,7 +11,6 @@ from rp_sources.sources import source_of
 from rp_trainer.errors import Refused
 
 from rp_cli.finetune.model import without_bars
-from rp_cli.merging.ends import ReplyEnds
 from rp_cli.merging.options import MergeOptions, Merging
 from rp_cli.merging.recipe import recipe_of
 
@@ -36,7 +36,7 @@ def merge(options: MergeOptions) -> None:
         source, options.output, unrounded=options.unrounded, options=recipe_of(source), ends=ends
     )
     _tell(options, whole)
-    ends.tell(whole)
+    print(ends.told(whole.ends), end="")
     push(options)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from rp_presets import DamagedFile, check_tokenizer, unasked
@@ -26,11 +27,19 @@ _TOKENIZER_BYTES, _BYTES_A_LETTER = 2**20, 2**6
 
 
 def checked_tokenizer(source: Source) -> Any:
-    """Load the tokenizer, once it and its template have shown in a limited process that they come to an end."""
+    """Load the tokenizer of a source as `tried` does."""
+    return tried(partial(loaded_tokenizer, source), f"the tokenizer in {source.tokenizer}")
+
+
+def tried(load: Callable[[], Any], what: str) -> Any:
+    """Load a tokenizer, once it and its template have shown in a limited process that they come to an end.
+
+    `what`: names it. Raises `Refused`.
+    """
 
     def work(budget: Budget) -> Iterator[bytes]:
-        budget.allow(f"the tokenizer in {source.tokenizer}", _TOKENIZER_BYTES)
-        tokenizer = loaded_tokenizer(source)
+        budget.allow(what, _TOKENIZER_BYTES)
+        tokenizer = load()
         budget.allow("a conversation of some turns", len(_PROBE) * _BYTES_A_LETTER)
         template = template_of(tokenizer, Notes())
         tokenizer(_PROBE if template is None else template.prompt(_CHAT))
@@ -38,7 +47,7 @@ def checked_tokenizer(source: Source) -> Any:
 
     for _ in limited("the tokenizer, or its chat template,", "take another one with --tokenizer", work):
         pass
-    return loaded_tokenizer(source)
+    return load()
 
 
 def template_of(tokenizer: Any, notes: Notes) -> ChatTemplate | None:

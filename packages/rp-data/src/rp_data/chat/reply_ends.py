@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from rp_data.chat.tokenizer import checked_tokenizer, ends_of_replies, template_of
-from rp_data.chat.turns import ChatTemplate
-from rp_data.notes import Notes
-from rp_export import Whole
 from rp_sources.sources import Source, has_tokenizer
 from rp_trainer.errors import Refused
+
+from rp_data.chat.tokenizer import ends_of_replies, loaded_tokenizer, template_of, tried
+from rp_data.chat.turns import ChatTemplate
+from rp_data.notes import Notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,16 @@ class ReplyEnds:
 
     @classmethod
     def of(cls, source: Source) -> ReplyEnds:
-        """Read the tokenizer of a source. One that cannot be used is copied all the same, and told."""
+        """Return those of a source's tokenizer. One that cannot be used is copied all the same, and told."""
         if not any(map(has_tokenizer, source.tokenizers)):
             return cls()
+        return cls.by(partial(loaded_tokenizer, source), f"the tokenizer in {source.tokenizer}")
+
+    @classmethod
+    def by(cls, load: Callable[[], Any], what: str) -> ReplyEnds:
+        """Return those of the tokenizer that `load` returns. `what`: names it."""
         try:
-            tokenizer = checked_tokenizer(source)
+            tokenizer = tried(load, what)
         except Refused as error:
             return cls(unknown=str(error))
         return cls(tokenizer, template_of(tokenizer, Notes()))
@@ -42,12 +48,12 @@ class ReplyEnds:
             return [known] if isinstance(known, int) else known
         return ends_of_replies(self.template, known)
 
-    def tell(self, whole: Whole | None) -> None:
-        """Print what was added to the generation config of a model, or why nothing could be."""
-        if whole is not None and self.unknown:
-            print(f"ends of replies are unknown, so generation_config.json stays as it was: {self.unknown}")
-        for token in () if whole is None else whole.ends:
-            name = self.tokenizer.convert_ids_to_tokens(token)
-            print(
-                f"generation_config.json: text ends at {name} ({token}), too, as replies of the chat template do"
-            )
+    def told(self, added: Sequence[int]) -> str:
+        """Return lines on the tokens that were added to a generation config, or why none could be."""
+        if self.unknown:
+            return f"ends of replies are unknown, so generation_config.json stays as it was: {self.unknown}\n"
+        names = ((token, self.tokenizer.convert_ids_to_tokens(token)) for token in added)
+        return "".join(
+            f"generation_config.json: text ends at {name} ({token}), too, as replies of the chat template do\n"
+            for token, name in names
+        )
