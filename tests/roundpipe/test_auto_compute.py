@@ -39,7 +39,7 @@ class Told:
         self.times = list(times)
         self.asked: list[tuple[Sequence[Shape], int, int]] = []
 
-    def __call__(self, trial: auto_compute.Trial) -> dict[Fp8 | None, float]:
+    def __call__(self, trial: auto_compute.ProductTrial) -> dict[Fp8 | None, float]:
         self.asked.append((trial.shapes, trial.rows, trial.calls))
         if isinstance(error := self.times[0], BaseException):
             del self.times[0]
@@ -263,7 +263,8 @@ def test_products_are_measured_on_a_device(options: Any) -> None:
         (lane,) = runtime.lanes
         recipes = candidates(trains_weights=True)
         shapes = [Shape(48, 32, True, 3), Shape(32, 48, False, 1)]
-        times = auto_compute.timed(compiler_of(options, 1), auto_compute.Trial(lane, shapes, recipes, 64, 4))
+        trial = auto_compute.ProductTrial(lane, shapes, recipes, 64, 4)
+        times = auto_compute.timed(compiler_of(options, 1), trial)
 
     assert set(times) == set(recipes)
     assert all(ms > 0 for ms in times.values())

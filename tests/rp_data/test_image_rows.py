@@ -11,7 +11,7 @@ import pytest
 import vision
 from PIL import Image
 from rp_data.images.decoding import decoded
-from rp_data.images.sources import Source
+from rp_data.images.sources import ImageSource
 from rp_data.rows.shapes import sample_of
 from rp_data.tokens import Reader
 from rp_trainer.errors import Refused
@@ -62,10 +62,10 @@ def test_a_source_is_a_path_or_a_uri_in_all_their_forms(tmp_path):
         "file://elsewhere/a.png": "a file of another machine, 'elsewhere'",
     }
 
-    assert all(Source("a:1: image 1", one, tmp_path).content()[0] == content for one in forms)
+    assert all(ImageSource("a:1: image 1", one, tmp_path).content()[0] == content for one in forms)
     for given, words in wrong.items():
         with pytest.raises(Refused, match=f"a:1: image 1 .*{words}") as refusal:
-            Source("a:1: image 1", given, tmp_path).content()
+            ImageSource("a:1: image 1", given, tmp_path).content()
         assert len(str(refusal.value)) < 500
 
 

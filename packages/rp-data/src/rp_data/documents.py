@@ -103,7 +103,7 @@ class Listed(Table):
         return self._documents[at]
 
 
-class Part(Table):
+class Selection(Table):
     """Some of the documents of a table, by number."""
 
     def __init__(self, table: Table, chosen: array[int]) -> None:
@@ -255,5 +255,5 @@ def held_out(documents: Documents, part: float) -> tuple[Documents, Documents]:
     for count in documents.sources:
         left.append(sum(table.digests[at] not in chosen for at in range(first, first + count)))
         first += count
-    training = replace(documents, all=Part(table, one), sources=left)
-    return training, replace(documents, all=Part(table, other), counts=Counts(), notes=Notes(), sources=())
+    training = replace(documents, all=Selection(table, one), sources=left)
+    return training, replace(documents, all=Selection(table, other), counts=Counts(), notes=Notes(), sources=())

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from rp_data.images.sources import Source
+from rp_data.images.sources import ImageSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Chat:
     prompted: int = 0
     plain: Completion | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    images: Sequence[Source] = ()
+    images: Sequence[ImageSource] = ()
     marks: Mapping[int, bool] = field(default_factory=dict[int, bool])
 
 

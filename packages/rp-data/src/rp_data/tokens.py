@@ -18,7 +18,7 @@ from rp_data.chat.turns import ChatTemplate
 from rp_data.documents import Counts, Document, Documents
 from rp_data.images.pictures import Picture, Seen
 from rp_data.images.processor import Sight
-from rp_data.images.sources import Source
+from rp_data.images.sources import ImageSource
 from rp_data.images.videos import Frames, shown
 from rp_data.notes import Notes
 from rp_data.rows.messages import ASSISTANT
@@ -182,7 +182,7 @@ class Reader:
         self._budget.allow("the processor", _PROCESSOR_BYTES)
         return self._load_sight()
 
-    def _picture(self, source: Source, sight: Sight) -> tuple[Picture, Any]:
+    def _picture(self, source: ImageSource, sight: Sight) -> tuple[Picture, Any]:
         content, path = source.content()
         digest = hashlib.sha256(content).hexdigest()
         picture = Picture(source.place, digest, path, video=source.video, fps=source.fps)

@@ -12,7 +12,7 @@ from rp_optim.arrival import by_arrival
 from rp_optim.checks import check_counter, check_memory, check_option_flags, check_state, is_plain, resolved
 from rp_optim.errors import InvalidParameter
 from rp_optim.gradients import Gradient, gradient_of
-from rp_optim.halves.remainders import InMemory, Remainder, begin_step, by_block, reached
+from rp_optim.halves.remainders import Remainder, RemainderInMemory, begin_step, by_block, reached
 from rp_optim.halves.split_master import halves_of, is_split_master
 from rp_optim.kernels.kept import (
     check_can_be_small,
@@ -352,7 +352,7 @@ def _spot(parameter: torch.Tensor, gradient: Gradient, weight: torch.Tensor | No
     if halves is None:
         return Spot(parameter, gradient.tensor, weight, factor, gradient.more, None, is_split_master(parameter))
     upper, rest = halves
-    here = rest.values if isinstance(rest, InMemory) else None
+    here = rest.values if isinstance(rest, RemainderInMemory) else None
     return Spot(upper, gradient.tensor, _target(weight, upper), factor, gradient.more, here)
 
 

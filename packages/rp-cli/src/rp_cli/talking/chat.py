@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rp_data.images.decoding import decoded
-from rp_data.images.sources import Source
+from rp_data.images.sources import ImageSource
 from rp_data.rows.messages import Message
 from rp_data.samples import Chat
 from rp_trainer.errors import Refused
@@ -99,7 +99,7 @@ class Conversation:
             print("not shown: nothing that reads images is loaded; start roundpipe chat with --images", flush=True)
             return
         path = str(Path(name).expanduser().absolute())
-        source = Source(f"/image {name}", path, Path())
+        source = ImageSource(f"/image {name}", path, Path())
         try:
             self._waiting.append((path, decoded(source.place, source.content()[0])))
         except Refused as refusal:

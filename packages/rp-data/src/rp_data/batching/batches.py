@@ -116,7 +116,7 @@ class Sequences:
         """
         rows = [self.at(number) for number in range(self.in_epoch)]
         groups = [rows[at : at + count] for at in range(0, len(rows), count)]
-        made = Made(lambda at: self.of(groups[at], pad), len(groups))
+        made = LazyBatches(lambda at: self.of(groups[at], pad), len(groups))
         return made if self._collator else list(made)
 
     def of(self, rows: Sequence[Sequence[Document]], pad: int) -> dict[str, Tensor]:
@@ -129,7 +129,7 @@ class Sequences:
         return self._collator.with_images(documents, padded) if self._collator else padded
 
 
-class Made(Sequence[dict[str, Tensor]]):
+class LazyBatches(Sequence[dict[str, Tensor]]):
     """Batches that are made when they are asked for. `make`: makes the batch of a number below `count`."""
 
     def __init__(self, make: Callable[[int], dict[str, Tensor]], count: int) -> None:

@@ -36,7 +36,7 @@ _HINT = "; write base64 into the field 'base64' of a part, or as data:;base64,..
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ImageSource:
     """An image that a row names. `place`: its row and number. `folder`: of the file that has the row.
 
     `video`, `fps`: of which video it is a part, see `videos.Numbered`.
@@ -51,7 +51,7 @@ class Source:
     def content(self) -> tuple[bytes, str | None]:
         """Return the image's bytes, and its file if it has one of its own.
 
-        >>> Source("a:1: image 1", "data:text/plain,abc", Path()).content()
+        >>> ImageSource("a:1: image 1", "data:text/plain,abc", Path()).content()
         (b'abc', None)
 
         Raises `Refused` for what names none, for a URL of the web, and for a file that cannot be read.
@@ -123,7 +123,7 @@ def _is_base64(head: str) -> bool:
     return head.lower().endswith(_BASE64)
 
 
-def frames_named(place: str, given: object, folder: Path, video: int) -> list[Source]:
+def frames_named(place: str, given: object, folder: Path, video: int) -> list[ImageSource]:
     """Return the files of a video that a row names: one, all of a folder by their names, or those of a list.
 
     >>> [one.place for one in frames_named("a:1: video 1", {"video": ["1.png", "2.png"], "fps": 4}, Path(), 0)]
@@ -134,13 +134,13 @@ def frames_named(place: str, given: object, folder: Path, video: int) -> list[So
     inner, fps = _inside(place, given)
     files = _in_folder(inner, folder)
     if not isinstance(inner, list) and files is None:
-        return [Source(place, inner, folder, video, fps)]
+        return [ImageSource(place, inner, folder, video, fps)]
     frames = cast("list[object]", inner) if files is None else list[object](map(str, files))
     if not frames:
         raise Refused(f"{place} must have frames, but has none; name some, or leave it out")
     names = [""] * len(frames) if files is None else [f" ({one.name})" for one in files]
     return [
-        Source(f"{place}, frame {number}{name}", one, folder, video, fps)
+        ImageSource(f"{place}, frame {number}{name}", one, folder, video, fps)
         for number, (one, name) in enumerate(zip(frames, names, strict=True), 1)
     ]
 

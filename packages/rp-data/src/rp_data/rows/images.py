@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from rp_trainer.errors import Refused
 
-from rp_data.images.sources import COLUMNS, VIDEO_COLUMNS, Source, frames_named
+from rp_data.images.sources import COLUMNS, VIDEO_COLUMNS, ImageSource, frames_named
 from rp_data.rows.messages import GIVEN, IMAGE, USER, VIDEO, Message
 
 
@@ -32,7 +32,7 @@ _KINDS = (_Kind(IMAGE, COLUMNS, "<image>"), _Kind(VIDEO, VIDEO_COLUMNS, "<video>
 
 def with_images(
     place: str, row: Mapping[str, Any], messages: Sequence[Message], folder: Path
-) -> tuple[list[Message], list[Source]]:
+) -> tuple[list[Message], list[ImageSource]]:
     """Return messages in which a part stands for each image or video, and the files of these in that order.
 
     >>> messages, images = with_images(
@@ -66,15 +66,15 @@ def columns(row: Mapping[str, Any]) -> list[str]:
     return [name for kind in _KINDS for name in kind.columns if row.get(name)]
 
 
-def _sources(place: str, given: Sequence[tuple[str, object]], folder: Path) -> list[Source]:
+def _sources(place: str, given: Sequence[tuple[str, object]], folder: Path) -> list[ImageSource]:
     counts = {kind.name: sum(name == kind.name for name, _ in given) for kind in _KINDS}
     numbers = dict.fromkeys(counts, 0)
-    found: list[Source] = []
+    found: list[ImageSource] = []
     for name, one in given:
         numbers[name] += 1
         where = f"{place}: {name} {numbers[name]} of {counts[name]}"
         if name == IMAGE:
-            found.append(Source(where, one, folder))
+            found.append(ImageSource(where, one, folder))
         else:
             found += frames_named(where, one, folder, numbers[name] - 1)
     return found

@@ -44,7 +44,7 @@ _MOST_VARIANTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class ProductTrial:
     """Products to be measured on a lane, by each of these recipes, of which None is bf16.
 
     `rows`, `calls`: see `rp_packing.time_products`.
@@ -59,7 +59,7 @@ class Trial:
 
 _Times = Mapping[Fp8 | None, float]
 # What the products of a trial take, by recipe, in milliseconds. Raises `Unmeasured`.
-Measured = Callable[[Trial], _Times]
+Measured = Callable[[ProductTrial], _Times]
 
 
 class Unmeasured(Exception):
@@ -136,7 +136,7 @@ class AutoCompute:
         recipes = candidates(trains_weights=any(one.is_trained for one in shapes))
         while True:
             try:
-                return self.measure(Trial(lane, shapes, recipes, rows, size.microbatches)), rows
+                return self.measure(ProductTrial(lane, shapes, recipes, rows, size.microbatches)), rows
             except Unmeasured:
                 raise
             except Exception as error:
@@ -159,14 +159,14 @@ def autocast_refusal(kinds: Sequence[tuple[bool, torch.dtype]]) -> str | None:
     return f"products in FP8 are of bfloat16 numbers, but autocast asks for {others[0]}" if others else None
 
 
-def measured(compiler: Eager, trial: Trial) -> _Times:
+def measured(compiler: Eager, trial: ProductTrial) -> _Times:
     """Measure on a lane's device: see `Measured`."""
     if trial.lane.device.torch_device.type == "cpu":
         raise Unmeasured(f"{trial.lane.device.name} emulates products in FP8, which takes longer")
     return timed(compiler, trial)
 
 
-def timed(compiler: Eager, trial: Trial) -> _Times:
+def timed(compiler: Eager, trial: ProductTrial) -> _Times:
     """Measure on the lane's thread, after all that was queued there, products that are compiled as layers are."""
     found: list[_Times] = []
     outcome: Outcome[None] = trial.lane.do(lambda: found.append(_timed(compiler, trial)))
@@ -175,7 +175,7 @@ def timed(compiler: Eager, trial: Trial) -> _Times:
     return found[0]
 
 
-def _timed(compiler: Eager, trial: Trial) -> _Times:
+def _timed(compiler: Eager, trial: ProductTrial) -> _Times:
     lane, device = trial.lane, trial.lane.device
     config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage] - where torch documents its limits
     # Beyond torch's own limits products would run uncompiled, also those of a process's second or third model.

@@ -42,7 +42,7 @@ class Remainder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class InMemory:
+class RemainderInMemory:
     """A remainder that is a tensor."""
 
     values: torch.Tensor
@@ -64,7 +64,7 @@ class InMemory:
 
 
 @dataclass(slots=True, eq=False)
-class OnDisk:
+class RemainderOnDisk:
     """A remainder on disk, see `Remainders`: in a block of its room, at an offset of bytes.
 
     It is zero until it `is_written`. `is_lost`: what it was is gone, and it must be written before it is read.
@@ -104,7 +104,7 @@ class OnDisk:
 class _Room:
     """The blocks of those remainders that were added until one of them was needed."""
 
-    members: list[OnDisk]
+    members: list[RemainderOnDisk]
     sizes: Sequence[int]
     blocks: Blocks
 
@@ -134,16 +134,16 @@ class Remainders:
 
     disk: Disk
     _rooms: list[_Room] = field(default_factory=list[_Room])
-    _new: list[OnDisk] = field(default_factory=list[OnDisk])
+    _new: list[RemainderOnDisk] = field(default_factory=list[RemainderOnDisk])
     _turn: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         # The first step may be long after, and on another thread.
         self._blocks(())
 
-    def add(self, shape: torch.Size) -> OnDisk:
+    def add(self, shape: torch.Size) -> RemainderOnDisk:
         """Return a new remainder of zeros."""
-        made = OnDisk(self, shape)
+        made = RemainderOnDisk(self, shape)
         self._new.append(made)
         return made
 
@@ -164,7 +164,7 @@ class Remainders:
 
     @contextmanager
     def reach(
-        self, members: Sequence[OnDisk], *, changes: bool = True, renews: bool = False
+        self, members: Sequence[RemainderOnDisk], *, changes: bool = True, renews: bool = False
     ) -> Generator[list[torch.Tensor]]:
         """Have the values of remainders of one block in memory until the context ends: see `Remainder.reach`."""
         with self._turn:
@@ -187,7 +187,7 @@ class Remainders:
             self._rooms.append(self._roomy(self._new))
             self._new = []
 
-    def _roomy(self, members: list[OnDisk]) -> _Room:
+    def _roomy(self, members: list[RemainderOnDisk]) -> _Room:
         sizes = _laid_out(members, self.disk.block_bytes)
         room = _Room(members, sizes, self._blocks(sizes))
         for one in members:
@@ -197,7 +197,7 @@ class Remainders:
     def _blocks(self, sizes: Sequence[int]) -> Blocks:
         return Blocks(self.disk.volume(), sizes, self.disk.memory_for(sizes))
 
-    def _renew(self, room: _Room, members: Sequence[OnDisk]) -> None:
+    def _renew(self, room: _Room, members: Sequence[RemainderOnDisk]) -> None:
         """Begin new files if those that there are cannot be used; what they had is lost, but for `members`."""
         if room.blocks.is_torn:
             for one in room.members:
@@ -212,7 +212,7 @@ class Remainders:
 
 def begin_step(rests: Iterable[Remainder | None]) -> None:
     """Make all remainders on disk ready for a step: see `Remainders.begin_step`."""
-    stores = {id(rest.store): rest.store for rest in rests if isinstance(rest, OnDisk)}
+    stores = {id(rest.store): rest.store for rest in rests if isinstance(rest, RemainderOnDisk)}
     for store in stores.values():
         store.begin_step()
 
@@ -222,18 +222,18 @@ def by_block(items: Iterable[_Item], rest_of: Callable[[_Item], Remainder | None
     parts: dict[tuple[int, int], list[_Item]] = {}
     for item in items:
         rest = rest_of(item)
-        key = (id(rest.room), rest.block) if isinstance(rest, OnDisk) else (0, 0)
+        key = (id(rest.room), rest.block) if isinstance(rest, RemainderOnDisk) else (0, 0)
         parts.setdefault(key, []).append(item)
     return parts.values()
 
 
 def reached(rests: Sequence[Remainder | None]) -> AbstractContextManager[Sequence[torch.Tensor | None]]:
     """Have the remainders of a part of `by_block` that are on disk in memory for the context; None for others."""
-    on_disk = [rest for rest in rests if isinstance(rest, OnDisk)]
+    on_disk = [rest for rest in rests if isinstance(rest, RemainderOnDisk)]
     return on_disk[0].store.reach(on_disk) if on_disk else nullcontext([None] * len(rests))
 
 
-def _room_of(member: OnDisk) -> _Room:
+def _room_of(member: RemainderOnDisk) -> _Room:
     assert member.room is not None
     return member.room
 
@@ -245,7 +245,7 @@ def _lost() -> TornState:
     )
 
 
-def _laid_out(members: Sequence[OnDisk], block_bytes: int) -> list[int]:
+def _laid_out(members: Sequence[RemainderOnDisk], block_bytes: int) -> list[int]:
     """Set the blocks and offsets of remainders, and return the sizes of blocks."""
     sizes = [0]
     for one in members:

@@ -10,7 +10,7 @@ import torch
 
 from rp_optim.checks import check_memory
 from rp_optim.errors import InvalidLink, InvalidParameter
-from rp_optim.halves.remainders import InMemory, Remainder, Remainders
+from rp_optim.halves.remainders import Remainder, RemainderInMemory, Remainders
 from rp_optim.kernels.kernel import kernel_for
 from rp_optim.kernels.updates import Spot
 from rp_optim.masters import Master
@@ -78,7 +78,7 @@ class SplitMaster(Master):
         if remainders is None:
             values = torch.zeros(weight.shape, dtype=torch.int16, device="cpu") if remainder is None else remainder
             _check_rest(weight, values)
-            rest: Remainder = InMemory(values)
+            rest: Remainder = RemainderInMemory(values)
         else:
             rest = remainders.add(weight.shape)
         # The tensor itself is one NaN, expanded: code that reads it without torch's functions gets NaN, not other

@@ -11,7 +11,7 @@ from rp_sched.problem.tasks import Task, check_order
 from rp_sched.problem.validation import check_problem, check_steps
 from rp_sched.simulation.activities import Calls, Microbatch, Played, result_of
 from rp_sched.simulation.assignment import Assigner
-from rp_sched.simulation.host_memory import Host
+from rp_sched.simulation.host_memory import HostMemory
 from rp_sched.simulation.makespan import PricedPlan
 from rp_sched.simulation.peak_memory import Holding, peak
 from rp_sched.simulation.stage_costs import Loads
@@ -102,7 +102,7 @@ class _Recorder:
         self._spans: list[Span] = []
         self._idle: list[Idle] = []
         self._launches: list[float] = []
-        self._host = Host(loads)
+        self._host = HostMemory(loads)
         self._held: list[list[Holding]] = [[] for _ in range(devices)]
         self._busy = [0.0] * devices
         # When each device was last busy, and when everything ended.
