@@ -99,7 +99,8 @@ def _run_roundpipe(model: Any, args: argparse.Namespace, rates: dict[str, float]
     cap = None if args.cap_gb is None or args.devices.startswith("cuda") else int(args.cap_gb * 1e9)
     with Runtime(args.devices, strict=False, device_memory_bytes=cap) as runtime:
         own = copy.deepcopy(model) if "plain" in args.engines else model
-        wrapped = roundpipe.wrap_model_to_roundpipe(own, runtime=runtime)
+        config = roundpipe.RoundPipeRunConfig(launch=args.launch)
+        wrapped = roundpipe.wrap_model_to_roundpipe(own, runtime=runtime, model_run_config=config)
         memory = sum(use.total_bytes for use in runtime.memory())
         for batch in args.batch:
             found = _measured(wrapped, model, batch, "cpu", args)
@@ -154,6 +155,7 @@ def _generated(
         min_new_tokens=count,
         pad_token_id=0,
         prefill_chunk_size=args.chunk,
+        cache_implementation=args.cache,
         stopping_criteria=transformers.StoppingCriteriaList([clock]),
     )
     return clock.times
@@ -190,6 +192,8 @@ def _print(
         "batch": batch,
         "context": args.context,
         "new": args.new,
+        "cache": args.cache or "dynamic",
+        "launch": args.launch if engine == "roundpipe" else None,
         **found,
         "weights_gb": round(_weight_bytes(model) / 1e9, 4),
         "cache_gb": round(_cache_bytes(model, batch, args) / 1e9, 4),
@@ -256,6 +260,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=512, help="the mean number of tokens attended to")
     parser.add_argument("--chunk", type=int, default=None, help="tokens of a prompt that are read at once")
     parser.add_argument("--new", type=int, default=32, help="new tokens, at least 8")
+    parser.add_argument("--cache", choices=["static"], default=None, help="of both engines; default: dynamic")
+    parser.add_argument("--launch", choices=["auto", "graphs", "eager"], default="auto", help="of roundpipe")
     return parser.parse_args()
 
 

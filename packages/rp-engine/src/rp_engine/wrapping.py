@@ -5,13 +5,13 @@ from rp_recompute.widening import Widening, is_narrow, widened
 from rp_state.frozen.store import FrozenDisk, FrozenStore
 from rp_state.layers import PinMode
 from rp_state.master import unrounded
+from rp_state.modules.content import named_modules
 from rp_state.modules.lazy_hooks import register_lazy_hooks
 from rp_state.options import MasterKind
 
 from rp_engine.device.entrance import Entrance, entrance_of
 from rp_engine.device.replica import has_hooks, hooks_of
 from rp_engine.device.saved_data import prepares
-from rp_engine.device.twins.content import named_modules
 from rp_engine.device.whole_process.forward_mode import is_in_level
 from rp_engine.engine.beside.aside import aside
 from rp_engine.execution.call import View

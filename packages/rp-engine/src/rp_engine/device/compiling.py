@@ -21,6 +21,11 @@ CompileOptions = Mapping[str, Any]
 _Body = TypeVar("_Body", bound=Callable[..., Any])
 
 
+def compiled_parts(layer: nn.Module) -> Sequence[str]:
+    """Return the names of a layer's submodules that may be compiled; the layer's own is empty."""
+    return getattr(layer, "compiled_submodules", [""])
+
+
 class Eager:
     """Leaves all twins of a model as they are."""
 
@@ -71,7 +76,7 @@ class Compiler(Eager):
         to layer.
         """
         # Its own name is empty.
-        names: Sequence[str] = getattr(twin, "compiled_submodules", [""])
+        names = compiled_parts(twin)
         for part in map(twin.get_submodule, names):
             part.compile(**self._options)  # pyright: ignore[reportUnknownMemberType] - torch leaves its types open
 

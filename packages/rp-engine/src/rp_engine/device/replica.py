@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import rp_batch
@@ -24,6 +25,7 @@ from rp_state.block import Block
 from rp_state.codes.layout import CodedWeight
 from rp_state.gradient import sum_dtype
 from rp_state.layers import LayerState
+from rp_state.modules.content import GOT_GRADIENT, TwinContent, hidden_in, named_modules
 from rp_state.modules.lazy_hooks import register_lazy_hooks
 from rp_state.modules.parametrizing import cache_by_thread
 
@@ -32,7 +34,6 @@ from rp_engine.device.entrance import entrance_of
 from rp_engine.device.memory.fp8_twins import Fp8Products, Fp8Twins
 from rp_engine.device.memory.graph_store import GraphStore
 from rp_engine.device.saved_data import prepares
-from rp_engine.device.twins.content import GOT_GRADIENT, TwinContent, hidden_in, named_modules
 from rp_engine.errors import in_words
 
 _HOOK_TABLES = (
@@ -44,6 +45,7 @@ _HOOK_TABLES = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+_tables = attrgetter(*_HOOK_TABLES)
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
@@ -52,7 +54,7 @@ def has_hooks(module: torch.nn.Module) -> bool:
     >>> has_hooks(torch.nn.Tanh())
     False
     """
-    return any(getattr(module, table) for table in _HOOK_TABLES)
+    return any(_tables(module))
 
 
 def hooks_of(module: torch.nn.Module) -> Iterator[object]:
@@ -122,7 +124,9 @@ class Twins:
 
     def _note_parts(self, index: int) -> None:
         module = self._modules[index]
-        self._contents[index] = TwinContent(self._layers[index], module, self._hidden.pop(index), self._places)
+        self._contents[index] = TwinContent(
+            index, str(self._layers[index]), module, self._hidden.pop(index), self._places
+        )
         self._prepares[index] = prepares(module)
 
     def prepares(self, index: int) -> bool:

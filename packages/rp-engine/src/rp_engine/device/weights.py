@@ -178,6 +178,14 @@ class Weights:
         if (fixed := self._in_fixed(block, bound)) is not bound:
             self._point_at(block, fixed)
 
+    def stays(self, block: Block) -> bool:
+        """Whether a block is on the device since an earlier call."""
+        return self.on.kept.is_ready(block, self._arriving[block][0])
+
+    def place_of(self, block: Block) -> int:
+        """The address of a block that is on the device, or on its way."""
+        return self._arriving[block][0].data_ptr()
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of a bound block."""
         return tensor.untyped_storage().data_ptr() in self._addresses

@@ -204,7 +204,7 @@ class Runs(Observer):
             compares=compares and randomness is not None,
             manner=manner,
             # Later calls have no seed, so graphs of this one would not be theirs.
-            by_graphs=draws != "perhaps" and manner is USUAL and self.planner.launching.by_graphs,
+            by_graphs=draws != "perhaps" and self._launches_by_graphs(manner, config, draws),
             frees_graphs=self.planner.launching.frees_graphs,
             taken_bytes=partial(self.planner.footprint.taken_bytes, batch.size.rows),
             products=products,
@@ -212,6 +212,14 @@ class Runs(Observer):
             ahead=self._next_call.stores if mode == "fused" else (),
             first_microbatch=numbers.first,
         )
+
+    def _launches_by_graphs(self, manner: Aside, config: RoundPipeRunConfig, draws: str) -> bool:
+        if not manner.holds_state:
+            return manner is USUAL and self.planner.launching.by_graphs
+        # A token's work on the device is less than what Python takes to launch it: there is nothing to measure.
+        # But on CPU devices launching is computing, and in training mode layers draw.
+        is_default = config.launch in (None, "auto") and not self._runtime.backend.abilities.computes_on_host
+        return draws == "never" and (is_default or config.launch == "graphs")
 
     def _draws(self, manner: Aside, *, with_grad: bool) -> Literal["surely", "perhaps", "never"]:
         """Return whether a call draws a seed: perhaps in evaluation mode, if it turns out that anything draws."""

@@ -19,7 +19,7 @@ _MODULE = "transformers."
 
 
 # Most of what caches hold beside tensors.
-PLAIN = (bool, int, NoneType, torch.dtype, torch.device)
+PLAIN = (bool, int, float, str, NoneType, torch.dtype, torch.device)
 
 
 def is_state(leaf: object) -> bool:
@@ -52,6 +52,15 @@ class Before:
         known = cached_by_shape(stand_in)
         self.snapshot = structure(state, lambda tensor: tensor.clone() if tensor.numel() == 1 else known(tensor))
 
+    # None of the model's own layers reads it: what is captured with one may be replayed with another of the same
+    # cache. The code around them does, so an engine captures none of that.
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Before) and other.state is self.state
+
+    def __hash__(self) -> int:
+        return id(self.state)
+
 
 def cached_by_shape(stand_in: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return the function, changed to make one result for all tensors of a shape, dtype and device."""
@@ -80,7 +89,7 @@ def _copied(value: Any, tensor_of: Callable[[Tensor], Tensor], memo: dict[int, A
         return type(value)(_copied(item, tensor_of, memo) for item in value)  # pyright: ignore
     if isinstance(value, dict):
         return {key: _copied(item, tensor_of, memo) for key, item in value.items()}  # pyright: ignore
-    if not _has_parts(value):
+    if not has_parts(value):
         return value
     if id(value) not in memo:
         held = cast("dict[str, Any]", vars(value))
@@ -90,7 +99,8 @@ def _copied(value: Any, tensor_of: Callable[[Tensor], Tensor], memo: dict[int, A
     return memo[id(value)]
 
 
-def _has_parts(value: object) -> bool:
+def has_parts(value: object) -> bool:
+    """Return whether an object is a cache or a part of one, whose attributes are the state."""
     is_open = hasattr(value, "__dict__") and not isinstance(value, type | nn.Module)
     # Also of a caller's own class that is derived of one. But no configuration.
     kinds = inspect.getmro(type(value))

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import starmap
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
+from rp_presets.caches.before import is_state
+from rp_presets.caches.held import HeldState, is_fixed
 from rp_presets.rows.absent import Spec
-from rp_presets.rows.trees import Box, frozen
+from rp_presets.rows.trees import Box, frozen, leaves
 
 # The origin of a result or argument, (list, name, number). For a part that runs before list of layers `list`: the
 # part's name and the number of its call. For a layer of that list: an empty name and the layer's index. For an
@@ -79,6 +83,15 @@ class Program:
         calls = [replace(call, arguments=changed(call.arguments)) for call in self.calls]
         return Program(calls, self.empty, self.past, self.specs, self.truths)
 
+    def held_state(self) -> HeldState | None:
+        """Return what layers write beside what they hand on: caches; None if these give it another place."""
+        return HeldState(self._caches) if all(map(is_fixed, self._caches)) else None
+
+    @cached_property
+    def _caches(self) -> list[Any]:
+        arguments = [call.arguments for call in self.calls]
+        return list({id(leaf): leaf for leaf in leaves(arguments) if is_state(leaf)}.values())
+
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Program) and self._read_by_layers == other._read_by_layers)
 
@@ -92,12 +105,47 @@ class Program:
 
     @cached_property
     def _read_by_layers(self) -> Hashable:
+        # Each token of a text has a program, and to find out that two are the same takes less than to freeze one.
+        if (same := next(filter(self.is_surely, list(_FROZEN.values())), None)) is not None:
+            self.__dict__["_hash"] = same._hash
+            return same._read_by_layers
+        _FROZEN[id(self)] = self
         calls = [(call.arguments, call.result, call.done, call.done_boxes) for call in self.calls]
         return frozen(calls), frozen(self.empty)
+
+    def is_surely(self, other: Program) -> bool:
+        """Return whether it is seen at once that layers do the same by another program."""
+        calls = zip(self.calls, other.calls, strict=False)
+        no_boxes = not (self.empty or other.empty)
+        return no_boxes and len(self.calls) == len(other.calls) and all(starmap(_is_same_call, calls))
 
     def __deepcopy__(self, memo: object) -> Program:
         del memo
         return self
+
+
+# Programs that graphs know are alive, those of other calls soon gone.
+_FROZEN: WeakValueDictionary[int, Program] = WeakValueDictionary()
+
+
+def _is_same_call(one: LayerCall, other: LayerCall) -> bool:
+    return (
+        one.done == other.done and _is_same(one.arguments, other.arguments) and _is_same(one.result, other.result)
+    )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two trees without containers that are written hold the same constants in the same places."""
+    kind = one.__class__
+    if one is other:
+        return True
+    if kind is not other.__class__:
+        return False
+    if kind is Value:
+        return one.key == other.key
+    if kind is dict:
+        return one.keys() == other.keys() and all(map(_is_same, one.values(), other.values()))
+    return kind is tuple and len(one) == len(other) and all(map(_is_same, one, other))
 
 
 class Carry(NamedTuple):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from rp_sched import Mode
@@ -89,6 +89,20 @@ class GraphWork:
     is_measured: bool = False
 
 
+class HeldState(Protocol):
+    """What layers write in place beside what they hand on, such as a key-value cache, as it is now.
+
+    `tensors`: all of them. `facts`: equal as long as these are where they were, and Python knows the same of them.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    facts: object
+
+    def set_back(self) -> None:
+        """Set what Python knows back; what is in the tensors stays."""
+        ...
+
+
 @dataclass
 class Entry:
     """What became of some layers with inputs of one signature, in calls of one mode.
@@ -98,7 +112,8 @@ class Entry:
     blocks; `place`: of the layers in their task, whose pool they have.
     `reason`: why they run without, in words; `is_short`: memory is. `num_seen`: in how many calls they came since
     they last lost their graphs; `num_awaited`: so many are awaited before they are captured. `last_call`: the last
-    one's number among calls of this mode.
+    one's number among calls of this mode. `state`: what they write beside their results, as it was; `num_moved`:
+    how often it was elsewhere.
     """
 
     modules: tuple[torch.nn.Module, ...]
@@ -114,6 +129,8 @@ class Entry:
     num_seen: int = 0
     num_awaited: int = 2
     last_call: int = 0
+    state: HeldState | None = None
+    num_moved: int = 0
 
     def lose(self) -> None:
         """Free the graphs; they are captured again when their shape has come twice as often as before."""
@@ -122,6 +139,15 @@ class Entry:
             self.graphs, self.is_tried = None, False
             self.num_trials = 0
             self.num_seen, self.num_awaited = 0, 2 * self.num_awaited
+
+    def note_state(self, state: HeldState) -> None:
+        """Note where state is now; graphs that know it elsewhere go."""
+        if self.state is None or self.state.facts != state.facts:
+            self.lose()
+            self.num_seen = 0
+            self.num_moved += 1
+        # One state has all tensors, so that nothing else comes to be where graphs know them.
+        self.state = state
 
 
 @dataclass
@@ -172,6 +198,16 @@ class GraphStore:
             self.entries[key] = Entry(modules, mode, place)
         return self.entries[key]
 
+    @property
+    def has_any(self) -> bool:
+        """Whether there are graphs."""
+        return any(entry.graphs is not None for entry in self.entries.values())
+
+    def lose(self) -> None:
+        """Free all graphs: what they read will be elsewhere."""
+        for entry in self.entries.values():
+            entry.lose()
+
     def drop(self) -> None:
         """Free all graphs and their memory, for good: there is too little of it."""
         self.is_off = True
@@ -179,8 +215,7 @@ class GraphStore:
 
     def clear(self) -> None:
         """Free all graphs and their memory."""
-        for entry in self.entries.values():
-            entry.lose()
+        self.lose()
         self.entries.clear()
         self.slots.clear()
         self.graphed.clear()

@@ -14,6 +14,7 @@ from rp_state.block import Block
 from rp_state.layers import LayerState
 from rp_transfer import Device, Event, MemoryUse, Retainer
 
+from rp_engine.device.memory.graph_store import GraphStore
 from rp_engine.runtime.lane import Lane
 from rp_engine.runtime.launcher import wait_until
 from rp_engine.runtime.runtime import Runtime
@@ -33,7 +34,11 @@ class WeightCache:
 
     This one finds and keeps none, as in an ordinary call: each task frees its weights. See `WeightsAhead` for some
     that have travelled before.
+
+    `graphs`: those of calls that write state, which read the weights where they stay.
     """
+
+    graphs = GraphStore(is_off=True)
 
     def stage_bytes(self, otherwise: float) -> float:
         """Return what one task should bring at most; `otherwise` if no weights stay."""
@@ -110,6 +115,7 @@ class DeviceWeightCache(WeightCache):
         sizes: Sequence[int],
         stage_bytes: int,
     ) -> None:
+        self.graphs = GraphStore()
         self._stage_bytes = stage_bytes
         self._device = device
         self._retainer = retainer
@@ -256,6 +262,10 @@ class DeviceWeightCache(WeightCache):
         self._leaving.append((self._device.compute.record(), nbytes))
 
     def _drop(self, blocks: Iterable[Block]) -> None:
+        if self.graphs.has_any:
+            # They know where the weights are, and one may be running.
+            self._device.synchronize()
+            self.graphs.lose()
         for block in blocks:
             cached = self._blocks.pop(block)
             cached.release(block, cached.memory)
@@ -263,8 +273,9 @@ class DeviceWeightCache(WeightCache):
             self._note_leaving(block.nbytes)
 
     def clear(self) -> None:
-        """Free all of them once what uses them is over."""
+        """Free all of them, and the graphs that read them, once what uses them is over."""
         self._drop(list(self._blocks))
+        self.graphs.clear()
 
 
 @contextmanager

@@ -14,10 +14,10 @@ import torch
 from rp_recompute.bits import names_of, sums_of_bits
 from rp_recompute.sketch import sketch
 from rp_state.block import Block
+from rp_state.modules.content import WRITTEN
 
 from rp_engine.device.activations import Origins, PacketCopier
 from rp_engine.device.packet import Slot
-from rp_engine.device.twins.content import WRITTEN
 from rp_engine.errors import ImpureLayer
 from rp_engine.execution.call import Call, Recomputed, Rewritten
 from rp_engine.execution.shortage.task_slots import TaskSlots

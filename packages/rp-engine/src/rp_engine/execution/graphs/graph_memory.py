@@ -10,7 +10,7 @@ from rp_state.block import Block
 from rp_state.gradient import sum_dtype
 from rp_transfer import GraphPool, NotCapturable
 
-from rp_engine.device.memory.graph_store import NOT_FIXED, FixedBlock, WeightSlot
+from rp_engine.device.memory.graph_store import NOT_FIXED, FixedBlock, GraphStore, WeightSlot
 from rp_engine.device.weights import Weights
 from rp_engine.execution.stage.task_context import TaskContext
 
@@ -19,13 +19,18 @@ class NoRoom(NotCapturable):
     """Device memory is too short for graphs."""
 
 
+def graphs_of(place: TaskContext, task: Task) -> GraphStore:
+    """The graphs of a task: of calls that write state, those that read weights where they stay meanwhile."""
+    return place.call.kept(task.device).graphs if place.call.holds_state else place.twins.graphs
+
+
 class TaskGraphMemory:
     """The memory of one task's graphs, whose addresses stay: slots for its weights, and pools."""
 
     def __init__(self, place: TaskContext, task: Task, weights: Weights) -> None:
         self._call = place.call
         self._device = place.lane.device
-        self._store = place.twins.graphs
+        self._store = graphs_of(place, task)
         self._weights = weights
         self._layers = task.layers
         # Tasks that add gradients keep activations for that.
@@ -48,6 +53,11 @@ class TaskGraphMemory:
     def forms(self, layers: range) -> Hashable:
         """In which slots the weights of some layers lie, and which have come as codes."""
         return tuple((block in self._call.coded, slot) for block, slot in self.slots(layers).items())
+
+    def stays(self, layer: int) -> bool:
+        """Whether a layer's weights can be where graphs read them."""
+        del layer
+        return True
 
     def slots(self, layers: range) -> dict[Block, WeightSlot]:
         """Where the weights of some layers lie."""
@@ -108,3 +118,29 @@ class TaskGraphMemory:
 
     def _adds_to(self, block: Block) -> bool:
         return self._trains and block.kind == "trainable"
+
+
+class KeptGraphMemory(TaskGraphMemory):
+    """The memory of graphs of a task that writes state: they read its weights where these stay for later calls."""
+
+    def begin(self) -> None:
+        """Nothing moves."""
+
+    def forms(self, layers: range) -> Hashable:
+        """Where the weights of some layers are."""
+        return tuple(self._weights.place_of(block) for block in self.blocks(layers))
+
+    def slots(self, layers: range) -> dict[Block, WeightSlot]:
+        """None: nothing is made for their weights."""
+        del layers
+        return {}
+
+    def stays(self, layer: int) -> bool:
+        """Whether a layer's weights are there, and have stayed from the call before."""
+        return all(map(self._weights.stays, self.blocks(range(layer, layer + 1))))
+
+    def fix(self, layers: range, nbytes: int) -> None:
+        """Bind the weights of these layers. Raises `NoRoom` where memory is short for what follows."""
+        self._check_room(nbytes)
+        for layer in layers:
+            self._weights.bind(self._call.state.layers[layer], training=False)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from rp_recompute.randomness import RngConsumer
 from rp_state.layers import LayerState
 from rp_state.modules.habits import Habits
+from rp_state.modules.signature import modules_of
 
+from rp_engine.device.compiling import compiled_parts
 from rp_engine.device.replica import Twins, has_hooks
 from rp_engine.execution.stage.task_context import TaskContext
 
@@ -36,6 +38,8 @@ class Graphable:
     def reason(self, layer: int) -> str | None:
         """What a run of a layer is beside its forward, in words; None if it is nothing else."""
         call = self.place.call
+        if call.holds_state and not compiled_parts(call.state.layers[layer].module):
+            return "it is the model's code around its layers, which reads state as it was before them"
         return layer_reason(call.state.layers[layer], call.habits, self.place.twins, is_seeded=self._is_seeded)
 
     @property
@@ -65,4 +69,4 @@ def layer_reason(layer: LayerState, habits: Habits, twins: Twins, *, is_seeded: 
         return "it has a `prepare`"
     if twins.is_packed(index):
         return "its weights are packed"
-    return "it has hooks" if any(map(has_hooks, layer.module.modules())) else None
+    return "it has hooks" if any(map(has_hooks, modules_of(layer.module))) else None

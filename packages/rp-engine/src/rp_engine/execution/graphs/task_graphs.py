@@ -13,11 +13,12 @@ from rp_recompute.attributes import Attributes, ModuleCopy, attributes_of, chang
 from rp_recompute.randomness import RngConsumer
 from rp_transfer import NotCapturable, is_out_of_memory
 
-from rp_engine.device.memory.graph_store import Entry
+from rp_engine.device.memory.graph_store import Entry, HeldState
 from rp_engine.errors import ImpureLayer
 from rp_engine.execution.call import USUAL
-from rp_engine.execution.graphs.graph_memory import NoRoom, TaskGraphMemory
+from rp_engine.execution.graphs.graph_memory import KeptGraphMemory, NoRoom, TaskGraphMemory, graphs_of
 from rp_engine.execution.graphs.graphable import Graphable, task_reason
+from rp_engine.execution.graphs.held_state import held_in
 from rp_engine.execution.graphs.layer_graphs import CaptureWork, LayerGraphs
 from rp_engine.execution.graphs.replay_steps import LayerCallback, Replays, Steps, divided, ignore
 from rp_engine.execution.graphs.trial import Trial
@@ -37,6 +38,13 @@ _CHANGED = (
     "changed since they were captured, such as a number in a global; steps since then may have used the old one. "
     'Pass it as an input or keep it in a buffer, or use launch="eager"'
 )
+# State that was elsewhere in so many calls has no place that graphs could know.
+_MOST_MOVES = 4
+_GROWS = (
+    'their cache has its keys elsewhere after each token; generate(..., cache_implementation="static") makes one '
+    "of fixed size"
+)
+_MOVES = "their cache is elsewhere, or has other numbers in Python, after each token, as where beams are reordered"
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -54,12 +62,14 @@ class TaskGraphs:
         self._call = call = place.call
         self._device = place.lane.device
         self._twins = place.twins
-        self._store = place.twins.graphs
+        self._store = graphs_of(place, task)
         self._task = task
         self._weights = weights
-        self._memory = TaskGraphMemory(place, task, weights)
+        self._memory = (KeptGraphMemory if call.holds_state else TaskGraphMemory)(place, task, weights)
         self._layers = layers
-        self._call_number = self._store.number(call.mode, call.number) if call.manner is USUAL else 0
+        # Other calls aside have none.
+        may_have = call.manner is USUAL or (call.holds_state and not self._store.is_off)
+        self._call_number = self._store.number(call.mode, call.number) if may_have else 0
         # Tasks that add gradients run layers with a graph of autograd.
         self._trains = task.adds_gradients
         self._graphable = Graphable(place)
@@ -68,11 +78,13 @@ class TaskGraphs:
         self._kinds: dict[range, Hashable] = {}
         # The first layer beyond those that graphs are there for, or to be.
         self._prepared = 0
+        # In calls with state, of which each microbatch has its own, each is prepared.
+        self._latest_microbatch = -1
         self._replays = Replays(place, running.activity, times, weights.sums.count)
         call.graph_work.is_measured |= times is not None and not times.timer.VERBOSE
         # Calls that are measured for a plan by Python have no replays.
         is_asked = call.by_graphs and (times is None or bool(times.by_graphs))
-        self.is_used = is_asked and call.manner is USUAL and not self._store.is_off
+        self.is_used = is_asked and may_have and not self._store.is_off
         is_whole = not (running.is_part or running.recomputes)
         if self.is_used and (reason := task_reason(place, is_whole=is_whole)) is not None:
             self._tell(task.layers, reason)
@@ -88,8 +100,10 @@ class TaskGraphs:
         span = self._span(layers) if self.is_used else layers[:0]
         if not span:
             return None
-        is_first = microbatch == self._task.microbatches.start
+        is_first = microbatch == self._task.microbatches.start or self._call.holds_state
         if is_first:
+            if microbatch != self._latest_microbatch:
+                self._latest_microbatch, self._prepared = microbatch, 0
             if span.start < self._prepared:
                 return None
             if self._prepare(span, microbatch, tree, recomputes=recomputes):
@@ -108,9 +122,9 @@ class TaskGraphs:
         """Find what there is of graphs, as the task begins; free it if no later calls are to have any."""
         if self._call.frees_graphs and self._store.slots:
             self._store.clear()
-        if self._call.manner is USUAL:
-            self._store.tidy(self._call.mode, self._call_number)
         self.is_used = self.is_used and not self._store.is_off
+        if self.is_used or self._call.manner is USUAL:
+            self._store.tidy(self._call.mode, self._call_number)
         if self.is_used:
             self._memory.begin()
 
@@ -146,7 +160,7 @@ class TaskGraphs:
 
     def _asks_nothing(self, layer: int) -> bool:
         """Whether a layer's forward is all that there is to a run of it, by what was seen of it."""
-        if layer in self._store.refused or self._layers.is_for_loss(layer):
+        if layer in self._store.refused or self._layers.is_for_loss(layer) or not self._memory.stays(layer):
             return False
         if layer not in self._may_capture:
             known = self._store.graphable
@@ -188,9 +202,12 @@ class TaskGraphs:
     def _prepare(self, layers: range, microbatch: int, tree: Any, *, recomputes: bool) -> bool:
         """Capture or try graphs of some layers, if that is due; return whether those after the first need none."""
         leaves, treedef = rp_batch.flatten(tree)
-        place = self._places[layers.start] = len(self._places)
+        # Those of another microbatch's state are replayed after these.
+        place = self._places.setdefault(layers.start, len(self._places))
         key = self._key(layers, leaves, treedef)
         entry = self._store.entry(key, self._modules(layers), self._call.mode, place)
+        if self._call.holds_state and not self._has_state(entry, layers, leaves):
+            return False
         if entry.last_call != self._call_number:
             entry.num_seen += 1
         entry.last_call = self._call_number
@@ -199,6 +216,18 @@ class TaskGraphs:
         elif entry.reason is None:
             self._call.graph_work.is_awaited = True
         return entry.reason is None or entry.is_short
+
+    def _has_state(self, entry: Entry, layers: range, leaves: Sequence[Any]) -> bool:
+        """Note where state that layers write is; return whether it is where graphs can know it."""
+        state = None if entry.reason else held_in(leaves)
+        if state is not None:
+            entry.note_state(state)
+            if entry.num_moved < _MOST_MOVES:
+                return True
+        entry.state = None
+        self.is_used, self._store.is_off = False, True
+        self._refuse(entry, layers, _GROWS if state is None else _MOVES)
+        return False
 
     def _bring_on(
         self,
@@ -213,13 +242,13 @@ class TaskGraphs:
         try:
             if entry.graphs is None and not self._call.compares:
                 self._call.graph_work.is_prepared = True
-                entry.graphs = self._captured(layers, entry.place, leaves, treedef)
+                entry.graphs = self._captured(layers, entry.place, leaves, treedef, entry.state)
                 entry.slots, entry.is_tried = self._memory.slots(layers), False
             elif entry.graphs is not None and (
                 not entry.is_tried
                 or self._call_number >= entry.tried_at + min(_TRIED_AGAIN << entry.num_trials, TRIED_EACH)
             ):
-                self._try(entry.graphs, microbatch, leaves, treedef, recomputes=recomputes)
+                self._try(entry.graphs, microbatch, leaves, treedef, self._of_state(entry), recomputes=recomputes)
                 entry.num_trials += entry.is_tried
                 entry.is_tried, entry.tried_at = True, self._call_number
         except NotCapturable as error:
@@ -248,7 +277,14 @@ class TaskGraphs:
             told.add(reason)
             _LOG.info("model %r: %s run without graphs: %s", self._call.name, _words(layers), reason)
 
-    def _captured(self, layers: range, place: int, leaves: Sequence[Any], treedef: Any) -> LayerGraphs:
+    def _of_state(self, entry: Entry) -> list[torch.Tensor]:
+        """The tensors of state on this device."""
+        tensors = () if entry.state is None else entry.state.tensors
+        return [tensor for tensor in tensors if tensor.device == self._device.torch_device]
+
+    def _captured(
+        self, layers: range, place: int, leaves: Sequence[Any], treedef: Any, state: HeldState | None
+    ) -> LayerGraphs:
         for leaf in leaves:
             if is_lazy(leaf) or not (isinstance(leaf, torch.Tensor) or _is_value(leaf)):
                 kind = type(leaf).__qualname__
@@ -274,9 +310,16 @@ class TaskGraphs:
         finally:
             # What was added and counted while it was captured is no gradient.
             self._weights.sums.begin_again()
+            now = held_in(leaves) if state is not None else None
+            has_changed = state is not None and (now is None or now.facts != state.facts)
+            if state is not None and has_changed:
+                state.set_back()
         if changes(before, self._attributes(layers)):
             graphs.close()
             raise NotCapturable("they change plain attributes, which a replay does not")
+        if has_changed:
+            graphs.close()
+            raise NotCapturable("they change what their cache holds beside its tensors, which a replay does not")
         return graphs
 
     def _plain(self, layer: int, tree: Any) -> Any:
@@ -291,11 +334,21 @@ class TaskGraphs:
             raise
 
     def _try(
-        self, graphs: LayerGraphs, microbatch: int, leaves: Sequence[Any], treedef: Any, *, recomputes: bool
+        self,
+        graphs: LayerGraphs,
+        microbatch: int,
+        leaves: Sequence[Any],
+        treedef: Any,
+        state: Sequence[torch.Tensor],
+        *,
+        recomputes: bool,
     ) -> None:
         layers = graphs.layers
-        # Its memory is there. A run by Python needs about what the pool holds.
-        self._memory.fix(layers, min(self._memory.taken_bytes(layers), self._store.pool_bytes))
+        # Its memory is there. A run by Python needs about what the pool holds. State is copied, and its largest
+        # tensor twice more.
+        copies = sum(tensor.nbytes for tensor in state) + 2 * max((tensor.nbytes for tensor in state), default=0)
+        needed = min(self._memory.taken_bytes(layers), self._store.pool_bytes)
+        self._memory.fix(layers, needed + copies)
         self._call.graph_work.is_prepared = True
 
         def by_python(given: list[Any]) -> Any:
@@ -308,7 +361,11 @@ class TaskGraphs:
             return self._replay(graphs, given, Steps(self._replays, microbatch))
 
         device, backward = self._device.torch_device, self._backward if self._trains else None
-        Trial(device, leaves, self._memory.blocks(layers), self._weights.sums, backward).compare(by_python, replay)
+        blocks = self._memory.blocks(layers)
+        Trial(device, leaves, blocks, self._weights.sums, backward, state).compare(by_python, replay)
+        if state:
+            # It is no workspace of later calls, for which weights would leave.
+            self._device.reset_peak_memory()
 
     @contextmanager
     def _backward(self) -> Generator[None]:

@@ -15,6 +15,7 @@ from rp_transfer import NotCapturable
 
 from rp_engine.device.activations import enter
 from rp_engine.device.gradient_sums import GradientSums
+from rp_engine.execution.graphs.held_state import Rewound, compare_written
 from rp_engine.execution.graphs.layer_graphs import tensors_of
 
 # Runs layers on leaves; returns the tree that the last one returns.
@@ -28,7 +29,7 @@ class Trial:
     """Compares two runs of some layers from `leaves`, whose weights are there.
 
     `blocks`: the layers' weights, to whose gradients `sums` belong. `backward`: the context of a backward pass;
-    None: there is none.
+    None: there is none. `state`: tensors that they write beside what they return.
     """
 
     device: torch.device
@@ -36,20 +37,28 @@ class Trial:
     blocks: Sequence[Block]
     sums: GradientSums
     backward: Callable[[], AbstractContextManager[object]] | None
+    state: Sequence[torch.Tensor] = ()
 
     def compare(self, by_python: LeavesRun, replay: LeavesRun) -> None:
-        """Raise `NotCapturable` if outputs or gradients differ by more than roundings explain.
+        """Raise `NotCapturable` if outputs, gradients or state differ by more than roundings explain.
 
-        The sums begin again then, in any case.
+        The sums begin again then, in any case, and state is what it was.
         """
         grads = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in self.leaves]
         plain = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         before = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in plain]
+        state = Rewound(self.state)
         try:
             found, sums = self._traces(*enter(before, grads), by_python)
+            change, numbers = state.written(self.device)
+            state.set_back()
             again, more = self._traces(*enter(plain, grads), replay)
+            change_again, numbers_again = state.written(self.device)
         finally:
             self.sums.begin_again()
+            state.set_back()
+        compare_written(numbers, numbers_again)
+        found, again = [*found, change], [*again, change_again]
         # The replay has added to the same sums.
         again += [both - one for one, both in zip(sums, more, strict=True)]
         least = min(max(_LEAST, _ROUNDINGS * self._eps()), _MOST)

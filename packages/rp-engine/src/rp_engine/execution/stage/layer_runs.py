@@ -17,12 +17,12 @@ from rp_recompute.examination import Subject, examined
 from rp_recompute.precision import least_precise
 from rp_recompute.randomness import RngConsumer, unseeded
 from rp_recompute.widening import Widening
+from rp_state.modules.content import WRITTEN
 from rp_telemetry.tracing import NOTHING
 
 from rp_engine.context import RecomputeCtx
 from rp_engine.device.activations import enter
 from rp_engine.device.saved_data import Data, SavedData
-from rp_engine.device.twins.content import WRITTEN
 from rp_engine.errors import ImpureLayer
 from rp_engine.execution.effects.boundary import BoundaryChecks, Given
 from rp_engine.execution.effects.buffers import LayerBuffers

@@ -172,7 +172,7 @@ class Stage:
                 return
             replayed = self._replayed(layers, microbatch, arrived) if self._graphs.is_used else None
             # No other name for an output: it would keep the graph while the next layer runs.
-            if replayed is None and self._call.holds_state:
+            if replayed is None and self._call.holds_state and not self._graphs.is_used:
                 span = self._to_boundary(layers, microbatch)
                 done, arrived = len(span), _cut(self._run_all(span, microbatch, arrived.tree()), origins)
             elif replayed is None:

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 from rp_optim.masters import own_grad
-from rp_state.layers import LayerState
+
 from rp_state.modules.parametrizing import parametrizes_in_forward
 from rp_state.modules.signature import has_hooks as is_hooked
 
@@ -49,13 +49,14 @@ class TwinContent:
 
     def __init__(
         self,
-        layer: LayerState,
+        index: int,
+        name: str,
         module: torch.nn.Module,
         hidden: Sequence[torch.Tensor],
         places: Mapping[int, int],
     ) -> None:
         self.owners = list(module.modules())
-        self._layer = layer
+        self._index, self._name = index, name
         self._module = module
         self._hidden = hidden
         self._parts = list(_parts(module))
@@ -72,11 +73,11 @@ class TwinContent:
         the twin would change, not the host layer. Raises `TypeError` that names the layer and the change.
         `spoil`: called if it must be built anew.
         """
-        index = self._layer.index
+        index = self._index
         for copied in self._hidden:
             if copied.grad is not None:
                 spoil()
-                raise TypeError(_HIDDEN.format(self._layer, type(copied).__name__, tuple(copied.shape)))
+                raise TypeError(_HIDDEN.format(self._name, type(copied).__name__, tuple(copied.shape)))
         for name, parameter, version in self._versions:
             if parameter._version != version:
                 spoil()
@@ -109,7 +110,7 @@ class TwinContent:
         moved = [name for name, one in self._tensors if (at := one.data_ptr()) != places.get(id(one), at)]
         if moved:
             spoil()
-            raise TypeError(_MOVED.format(self._layer.index, moved[0]))
+            raise TypeError(_MOVED.format(self._index, moved[0]))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The parameters that are bound to blocks, by name."""

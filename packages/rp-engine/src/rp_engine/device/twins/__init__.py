@@ -1,1 +1,0 @@
-"""What is known of a layer's twin on a device."""
