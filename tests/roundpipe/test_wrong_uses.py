@@ -364,6 +364,22 @@ def test_a_tensor_written_in_place_before_backward_changes_no_gradient(two: Runt
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("which", ["parameter", "buffer"])
+def test_weights_made_in_inference_mode_are_refused_in_own_words(two: Runtime, kind: str, which: str) -> None:
+    net = Deep() if kind == "apart" else nn.Sequential(nn.Linear(4, 4))
+    inner = net.inner if isinstance(net, Deep) else net
+    with torch.inference_mode():
+        made = nn.Linear(4, 4) if which == "parameter" else torch.zeros(4)
+    if isinstance(made, nn.Module):
+        inner.append(made)
+    else:
+        inner[0].register_buffer("made", made)
+
+    with pytest.raises(ValueError, match=rf"has a {which} that was made under torch\.inference_mode\(\).*clone"):
+        wrap(net, kind != "apart" and None, runtime=two, lower_threshold=1, model_run_config=TWO)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_inputs_made_in_inference_mode_train(two: Runtime, kind: str) -> None:
     model = made(kind, two).eval()
     model(X).sum().backward()

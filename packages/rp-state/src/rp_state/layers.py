@@ -65,7 +65,7 @@ def build_layers(
     grouped beside them. `store`: where frozen weights are put; None: they are in memory.
 
     Raises what `foresee` raises, `DiskError` if frozen weights cannot be put on disk, and `ValueError` for tensors
-    that are not on the host, sparse tensors, parameters with hooks, and buffers that require grad.
+    that are not on the host, sparse and inference tensors, parameters with hooks, and buffers that require grad.
     """
     for index, module in enumerate(modules):
         for kind, tensor in tensors_of(module):
@@ -158,6 +158,12 @@ def _check_tensor(index: int, module: torch.nn.Module, kind: Kind, tensor: torch
         raise ValueError(f"{where} has a tensor on {tensor.device}, but the model must be on the CPU; call .cpu()")
     if tensor.layout != torch.strided:
         raise ValueError(f"{where} has a {tensor.layout} tensor, but weights must be dense (torch.strided)")
+    if tensor.is_inference():
+        raise ValueError(
+            f"{where} has a {'buffer' if kind == 'buffer' else 'parameter'} that was made under "
+            "torch.inference_mode(), of which torch counts no writes and which nothing may train; make the model, "
+            "or replace the tensor by its clone(), outside of it"
+        )
     if has_hooks(tensor):
         raise ValueError(
             f"{where} has a hook on a parameter, which the devices' copies would not run; register it on the "
