@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Generator, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from enum import Enum
 from numbers import Number
 from typing import Any, NamedTuple, cast
@@ -74,6 +76,57 @@ def attributes_of(parts: Sequence[ModuleCopy]) -> Attributes:
                 path = f"{name}.{own}" if name else own
                 found.update(_leaves(path, value, originals.get(own), seen, _DEPTH))
     return found
+
+
+class Kept:
+    """What modules hold in plain attributes now, to be set again for a run.
+
+    >>> layer = torch.nn.Tanh()
+    >>> kept = Kept([ModuleCopy("", layer, torch.nn.Tanh())])
+    >>> layer.seen = 3
+    >>> with kept.set_again(["seen"]):
+    ...     print(hasattr(layer, "seen"))
+    False
+    >>> layer.seen
+    3
+    """
+
+    def __init__(self, parts: Sequence[ModuleCopy]) -> None:
+        self._held = [(name, module, _held(module)) for name, module, _ in parts]
+
+    @contextmanager
+    def set_again(self, paths: Sequence[str]) -> Generator[None]:
+        """Let what these paths lead to be as it was, and put back at the end what it is now."""
+        roots = [path.removeprefix("len(") for path in paths]
+        now = [(name, module, _held(module)) for name, module, _ in self._held]
+        self._set(self._held, roots)
+        try:
+            yield
+        finally:
+            self._set(now, roots)
+
+    def _set(self, held: Sequence[tuple[str, torch.nn.Module, Mapping[str, Any]]], roots: Sequence[str]) -> None:
+        for name, module, values in held:
+            for own in {*_held(module), *values}:
+                path = f"{name}.{own}" if name else own
+                if not any(root.startswith(path) and root[len(path) :][:1] in _ENDS for root in roots):
+                    continue
+                vars(module).pop(own, None)
+                if own in values:
+                    # A copy: what is kept must stay as it is.
+                    vars(module)[own] = _shallow(values[own])
+
+
+# What follows an attribute's name in a path.
+_ENDS = ("", ".", "[", "{", ")")
+
+
+def _held(module: torch.nn.Module) -> dict[str, Any]:
+    return {own: _shallow(value) for own, value in vars(module).items() if own not in _OWN}
+
+
+def _shallow(value: Any) -> Any:
+    return copy.copy(value) if issubclass(type(value), (dict, list, set, deque)) else value
 
 
 def _scratch(module: torch.nn.Module) -> Sequence[str]:

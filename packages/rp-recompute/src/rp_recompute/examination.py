@@ -18,6 +18,7 @@ from rp_transfer import is_out_of_memory
 
 from rp_recompute.attributes import (
     Attributes,
+    Kept,
     ModuleCopy,
     attributes_of,
     changes,
@@ -90,7 +91,7 @@ def examined(
     graph-less tensors require grad, as forward was given them. `compare_inputs`: is given copies of the arguments
     from before, after the first run. Raises `ImpureLayer`.
     """
-    before = attributes_of(subject.modules)
+    before, kept = attributes_of(subject.modules), Kept(subject.modules)
     copies = _if_it_fits(subject, lambda: copied(call))
     output = first()
     if copies is not None:
@@ -103,7 +104,7 @@ def examined(
     if copies is None:
         return output, False
     arguments = lambda: entered(copied(copies[0]), call, enter)  # noqa: E731
-    is_done = _if_it_fits(subject, lambda: _compare(subject, output, arguments, rerun, left, after))
+    is_done = _if_it_fits(subject, lambda: _compare(subject, output, arguments, rerun, left, after, kept))
     return output, is_done is not None
 
 
@@ -126,6 +127,7 @@ def _compare(
     rerun: Rerun,
     left: Sequence[str],
     after: Attributes,
+    kept: Kept,
 ) -> None:
     found = _lightly(rerun, arguments)
     later = attributes_of(subject.modules)
@@ -135,7 +137,7 @@ def _compare(
         _refuse_other_output(subject, output, found, lambda: _lightly(rerun, arguments))
     del found
     if left:
-        _refuse_values(subject, left, later, lambda: _lightly(rerun, lambda: changed(arguments())))
+        _refuse_values(subject, left, later, kept, lambda: _lightly(rerun, lambda: changed(arguments())))
 
 
 class _NoBackward(Exception):
@@ -177,17 +179,25 @@ def _refuse_results(subject: Subject, left: Sequence[str], after: Attributes) ->
         raise ImpureLayer(_attribute(subject, results[0], ", to a tensor that gradients would flow through"))
 
 
-def _refuse_values(subject: Subject, left: Sequence[str], later: Attributes, run: Callable[[], Any]) -> None:
-    """Refuse what forward has left in attributes if it depends on values: a cache depends on shapes only."""
+def _refuse_values(
+    subject: Subject, left: Sequence[str], later: Attributes, kept: Kept, run: Callable[[], Any]
+) -> None:
+    """Refuse what forward has left in attributes if it depends on values: a cache depends on shapes only.
+
+    Each device's copy of the layer fills its own cache, from the first values that it gets. `kept`: what was there
+    before, so that one which is filled once is filled anew.
+    """
     try:
-        run()
+        with kept.set_again(left):
+            run()
+            found = attributes_of(subject.modules)
     except Exception as error:
         if is_out_of_memory(error):
             raise
         # The layer does not take such values, so nothing is known of its attributes.
         _LOG.debug("%s left %s in attributes, taken for a cache", subject.name, left, exc_info=True)
         return
-    depends = [path for path in changes(later, attributes_of(subject.modules)) if path in left]
+    depends = [path for path in changes(later, found) if path in left]
     if depends:
         raise ImpureLayer(_attribute(subject, depends[0], ", to what it has computed"))
 
