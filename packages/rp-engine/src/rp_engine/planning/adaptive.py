@@ -35,7 +35,7 @@ class PlanInUse:
 
     `guesses` and `limits` apply until times are measured. From then on `priced(limits)` returns the limits as
     measured by then, once a call. `search_ms`: how long a search may take, once after every change of layer times.
-    `kept`: what the last process has settled for, and where this one keeps it for the next.
+    `kept`: what an earlier process has settled for, and where this one keeps it for the next.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class PlanInUse:
         self._microbatches = microbatches
         self._mode: Mode = mode
         self._kept = kept
-        self._stored = kept.plan(by_graphs=self._has_graphs)
+        # The plan of an earlier process, until it is begun with or given up, and what this one has kept last.
+        self._earlier = kept.plan(by_graphs=self._has_graphs)
         self._latest: KeptPlan | None = None
         # Whether any call has run under a plan.
         self._has_run = False
@@ -105,7 +106,7 @@ class PlanInUse:
     @property
     def looks_back(self) -> bool:
         """Whether the next plan depends on what the calls before it took, so that they should be over."""
-        return self._replanner.decides_next or self._stored is not None
+        return self._replanner.decides_next or self._earlier is not None
 
     def priced_plan(self) -> PricedPlan:
         """Return the plan for the next call."""
@@ -113,18 +114,20 @@ class PlanInUse:
         if self._timer.num_drifts != self._num_drifts:
             self._num_drifts = self._timer.num_drifts
             self._replanner.restart()
-        begins_with_stored = False
+        begins_with_earlier = False
         if self._replanner.decides_next:
-            self._stored = None
+            self._earlier = None
             if self._is_outdated:
                 self._layers, self._limits, _ = self._first()
                 self._is_outdated = False
-        elif self._stored is not None:
-            begins_with_stored = self._try_stored(self._stored)
+        elif self._earlier is not None:
+            begins_with_earlier = self._try_earlier(self._earlier)
         priced = self._replanner.priced_plan(self._priced(self._limits), self._layers)
-        self._tell(priced.plan, before, "earlier process" if begins_with_stored else self._replanner.why)
+        self._tell(priced.plan, before, "earlier process" if begins_with_earlier else self._replanner.why)
         self._has_run = True
-        self._keep(priced)
+        self._tell_idle(priced)
+        if self._replanner.is_settled:
+            self._keep(KeptPlan(priced.plan, frozenset(self._replanner.slower)))
         return priced
 
     @property
@@ -132,35 +135,35 @@ class PlanInUse:
         """Whether graphs launch layers of these calls."""
         return any(layer.has_graphs for layer in self._problem[0])
 
-    def _try_stored(self, stored: KeptPlan) -> bool:
-        """Use the plan of the last process from the next call on, if it fits by now; return whether it does."""
+    def _try_earlier(self, earlier: KeptPlan) -> bool:
+        """Use the plan of an earlier process from the next call on, if it fits by now; return whether it does."""
         layers, limits = self._problem
         fitting = (
             priced
             for choice in memory_splits(layers, limits)
-            if (priced := self._with(stored.plan, layers, choice)).fits
+            if (priced := self._with(earlier.plan, layers, choice)).fits
         )
         for priced in fitting:
-            self._stored = None
+            self._earlier = None
             self._layers, self._limits = layers, priced.loads.limits
-            self._replanner.start_with(priced, slower=stored.slower)
+            self._replanner.start_with(priced, slower=earlier.slower)
             return True
         return False
 
     def _with(self, plan: Plan, layers: Sequence[LayerCost], limits: Limits) -> PricedPlan:
         return PricedPlan(plan, layers, mode=self._mode, microbatches=self._microbatches, limits=limits)
 
-    def _keep(self, priced: PricedPlan) -> None:
-        """Tell why devices are idle, and keep the plan for the next process, once it is settled."""
+    def _tell_idle(self, priced: PricedPlan) -> None:
+        """Tell once why a plan leaves devices idle."""
         if (because := self.idle_because) and self._told_idle != priced.plan:
             self._told_idle = priced.plan
             idle = f"{priced.idle(self._devices)} of {self._devices} devices idle"
             fits_none = "no plan that uses all of them fits"
             why = fits_none if because == "nothing fits" else f"plans that use all of them are bound by {because}"
             _LOG.info("%s: %r leaves %s, since %s", self._timer.what, priced.plan, idle, why)
-        if not self._replanner.is_settled:
-            return
-        settled = KeptPlan(priced.plan, frozenset(self._replanner.slower))
+
+    def _keep(self, settled: KeptPlan) -> None:
+        """Keep a plan for the next process, unless it is kept already."""
         if settled != self._latest:
             self._latest = settled
             self._kept.keep_plan(settled, by_graphs=self._has_graphs)
@@ -197,7 +200,7 @@ class PlanInUse:
         if ran_out:
             before = self._replanner.in_use.plan
             self._layers, self._limits, first = self._first()
-            self._stored, self._is_outdated = None, False
+            self._earlier, self._is_outdated = None, False
             self._replanner.restart(first)
             self._tell(first.plan, before, "memory")
 
@@ -209,9 +212,9 @@ class PlanInUse:
         had_graphs = self._has_graphs
         self._problem, before = (tuple(guesses), limits), self._replanner.in_use.plan
         self._layers, self._limits, first = self._first()
-        self._stored, self._is_outdated = None, False
+        self._earlier, self._is_outdated = None, False
         if self._has_graphs != had_graphs:
-            self._stored, self._latest = self._kept.plan(by_graphs=self._has_graphs), None
+            self._earlier, self._latest = self._kept.plan(by_graphs=self._has_graphs), None
         begun = self._kept_on(before, first)
         self._replanner.restart(begun)
         self._tell(begun.plan, before, "launching")
