@@ -437,20 +437,8 @@ def test_a_machine_twice_as_fast_takes_half_the_time(
         fast = more(fast, name)
     switches = tuple(replace(one, upload_gb_s=2e-6, download_gb_s=2e-6) for one in limits.switches)
     fast = replace(fast, hop_ms=limits.hop_ms / 2, switches=switches)
-    halves = [
-        LayerCost(
-            **{
-                name: getattr(cost, name) / (2 if name.endswith("_ms") else 1)
-                for name in ("forward_ms", "backward_ms", "forward_launch_ms", "backward_launch_ms")
-            },
-            weight_bytes=cost.weight_bytes,
-            trainable_bytes=cost.trainable_bytes,
-            boundary_bytes=cost.boundary_bytes,
-            kept_bytes=cost.kept_bytes,
-            recompute_launch_ms=cost.recompute_launch_ms / 2,
-        )
-        for cost in costs
-    ]
+    taken = ("forward_ms", "backward_ms", "forward_launch_ms", "backward_launch_ms", "recompute_launch_ms")
+    halves = [replace(cost, **{name: getattr(cost, name) / 2 for name in taken}) for cost in costs]
     before, after = (
         simulated_ms(PricedPlan(chosen, each, mode=mode, microbatches=microbatches, limits=how), devices, calls=3)  # type: ignore[arg-type]
         for each, how in ((costs, limits), (halves, fast))
