@@ -39,10 +39,10 @@ class Fluid:
 
     >>> fluid = Fluid()
     >>> one, two = (fluid.add(3.0, [(0, 0.75)]) for _ in range(2))
-    >>> fluid.run_until(fluid.add(1.0, after=[(one, 0.5), (two, 0.0)]))
-    6.0
-    >>> one.ended_ms, two.ended_ms
-    (4.5, 4.5)
+    >>> last = fluid.add(1.0, after=[(one, 0.5), (two, 0.0)])
+    >>> fluid.run()
+    >>> one.ended_ms, two.ended_ms, last.ended_ms
+    (4.5, 4.5, 6.0)
 
     An activity starts when those before it have ended, each with its delay. It runs at full speed unless resources
     that it shares are overloaded. Each of those is then divided into equal parts among the activities that use it;
@@ -77,12 +77,6 @@ class Fluid:
         if not added.waits:
             self._push(added, added.last_ms)
         return added
-
-    def run_until(self, awaited: Activity) -> float:
-        """Simulate until an activity has ended; return when."""
-        while awaited.end_ms is None:
-            self.step()
-        return awaited.end_ms
 
     def run(self) -> None:
         """Simulate until all activities have ended."""
