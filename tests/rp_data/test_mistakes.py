@@ -12,7 +12,9 @@ import finetuning
 import pytest
 from rp_data.documents import Documents
 from rp_data.notes import Notes
-from rp_data.rows.documents import read_samples, samples_of
+from rp_data.rows.documents import read_samples
+from rp_data.rows.shapes import sample_of
+from rp_data.rows.tables import present
 from rp_data.samples import Chat, Sample, Text
 from rp_data.tokens import Reader
 from rp_trainer.errors import Refused
@@ -25,7 +27,7 @@ def says(role: str, content: Any) -> dict[str, Any]:
 
 
 def samples(*rows: Mapping[str, Any]) -> list[Sample]:
-    return list(samples_of("--data", "a", rows))
+    return [sample_of("--data", f"a:{number}", present(row)) for number, row in enumerate(rows, 1)]
 
 
 def test_what_a_row_has_beside_its_messages_is_read_also_as_json_or_refused() -> None:

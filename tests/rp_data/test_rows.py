@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rp_data.documents import Documents
 from rp_data.notes import Notes
-from rp_data.rows.documents import read_samples, samples_of
+from rp_data.rows.documents import read_samples
 from rp_data.rows.json_rows import json_rows, without_nulls
-from rp_data.rows.tables import stored_rows
+from rp_data.rows.shapes import sample_of
+from rp_data.rows.tables import present, stored_rows
 from rp_data.samples import Chat, Completion, Sample, Text
 from rp_data.tokens import Reader
-from rp_trainer.errors import Refused
 
 # As templates of models that use tools.
 CALLS = (
@@ -128,25 +128,6 @@ def test_a_form_of_data_makes_the_same_tokens_from_each_format(form: str, file: 
     assert theirs.all == ours.all
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_data_set_makes_the_tokens_of_its_file(form: str, tmp_path: Path) -> None:
-    datasets: Any = pytest.importorskip("datasets")
-    path = parquet(tmp_path / "a", FORMS[form])
-    table = datasets.Dataset(pq.read_table(path))
-
-    ours, theirs = read_samples("--data", [path]), samples_of("--data", "org/name", table)
-
-    assert documents(list(theirs)).all == documents(list(ours)).all
-
-
-def test_a_data_set_that_is_streamed_is_refused_by_name() -> None:
-    datasets: Any = pytest.importorskip("datasets")
-    streamed = datasets.Dataset.from_dict({"text": ["one"]}).to_iterable_dataset()
-
-    with pytest.raises(Refused, match="org/name must be a whole data set, but is a IterableDataset"):
-        next(samples_of("--data", "org/name", streamed))
-
-
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".csv.gz"])
 def test_tables_make_the_tokens_of_json(suffix: str, tmp_path: Path) -> None:
     rows = [{"prompt": 'one, "two"\nthree', "completion": "007"}, {"prompt": "four\tfive", "completion": " six"}]
@@ -239,7 +220,7 @@ def test_nulls_in_json_are_counted_and_told(tmp_path: Path) -> None:
 
 
 def samples(*rows: Mapping[str, Any]) -> list[Sample]:
-    return list(samples_of("--data", "a", rows))
+    return [sample_of("--data", f"a:{number}", present(row)) for number, row in enumerate(rows, 1)]
 
 
 def test_forms_are_the_conversations_that_they_mean() -> None:

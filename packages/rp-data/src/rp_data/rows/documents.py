@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +25,7 @@ from rp_data.rows.files import (
 )
 from rp_data.rows.json_rows import Row, json_rows
 from rp_data.rows.shapes import has_form, ignored, sample_of
-from rp_data.rows.tables import present, separated_rows, stored_rows
+from rp_data.rows.tables import separated_rows, stored_rows
 from rp_data.samples import Sample, Text
 
 
@@ -90,25 +90,6 @@ def rows_of(option: str, file: Path, notes: Notes) -> Iterator[Row] | None:
     if kind in TABLES:
         return separated_rows(option, file, notes)
     return stored_rows(option, file) if kind in (PARQUET, ARROW) else None
-
-
-def samples_of(
-    option: str, name: str, rows: Iterable[Mapping[str, Any]], notes: Notes | None = None
-) -> Iterator[Sample]:
-    """Convert the rows of a data set of `datasets`. `name`: of the data set, for errors.
-
-    >>> list(samples_of("--data", "org/name", [{"text": "one", "messages": None}]))
-    [Text(place='org/name:1', text='one')]
-
-    Raises `Refused` for rows without a number, as a data set that is streamed has them.
-    """
-    if not isinstance(rows, Sized):
-        raise Refused(
-            f"{option} {name} must be a whole data set, but is a {type(rows).__name__}: streamed data has neither "
-            "an order of its own, nor a held-out part, nor an end; load it without streaming"
-        )
-    numbered = ((f"{name}:{number}", present(row)) for number, row in enumerate(rows, 1))
-    return _converted(option, numbered, notes or Notes())
 
 
 def _converted(option: str, rows: Iterable[Row], notes: Notes, folder: Path | None = None) -> Iterator[Sample]:
