@@ -110,18 +110,19 @@ def attributes(walked: Walk) -> list[object]:
                 continue
             found += (name, value)
             # No function of its own: a model with adapters has ten thousand of them, looked at in each call.
-            if isinstance(value, dict):
+            # By type: `isinstance` asks objects for their class, which may be code of their own that raises.
+            if issubclass(type(value), dict):
                 entries = cast("dict[object, object]", value)
                 found.extend(entries)
                 found.extend(entries.values())
-            elif isinstance(value, list | set):
+            elif issubclass(type(value), (list, set)):
                 found.extend(cast("Iterable[object]", value))
     return found
 
 
 def containers(attributes: Iterable[object]) -> list[Iterable[object]]:
     """Return the containers among some attributes whose entries `attributes` lists."""
-    return [cast("Iterable[object]", one) for one in attributes if isinstance(one, dict | list | set)]
+    return [cast("Iterable[object]", one) for one in attributes if issubclass(type(one), (dict, list, set))]
 
 
 def held(walked: Walk, among: Iterable[Iterable[object]]) -> tuple[list[str], list[object]]:
