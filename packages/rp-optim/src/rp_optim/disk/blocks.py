@@ -65,6 +65,7 @@ class Blocks:
         # How many steps have begun.
         self.steps = 0
         # Bytes read and written so far.
+        self.bytes_read = 0
         self.bytes_written = 0
 
     @property
@@ -173,6 +174,7 @@ class Blocks:
         place = self._resident[index] = _ResidentBlock(offset)
         if index in self._written:
             place.transfer = self._volume.read(self._addresses[index], self._memory_of(index, place))
+            self.bytes_read += self._sizes[index]
         return place
 
     def _load(self, index: int) -> _ResidentBlock:
