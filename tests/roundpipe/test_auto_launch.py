@@ -685,6 +685,35 @@ def test_layers_that_take_other_times_end_what_an_earlier_process_settled_for() 
     assert asking.reason() == "calls without graphs are to be timed first"
 
 
+def test_calls_configured_to_have_graphs_end_what_an_earlier_process_settled_for() -> None:
+    kept = Kept(KeptLaunch(frozenset(), graphs_ms=100.0, eager_ms=100.0))
+    asking = Asking(timer(5.0, 5.0), is_timed=True, kept=kept)
+    asking.choice.follow(LaunchQuestion(asking.tasks, lambda: ALL, lambda _: 0))
+    asking.calls(*[50.0] * 5)
+
+    assert not asking.by_graphs()
+    assert asking.reason() == "calls without graphs are to be timed first"
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_plan_of_graphs_stays_though_their_memory_counts_from_the_second_call_on() -> None:
+    other, slower = Plan((range(2),), range(2, 5), (range(2),)), Plan((range(4),), range(4, 5), (range(4),))
+    with Runtime("cpu:1") as runtime:
+        model = Simulated(runtime)
+        kept = model.planner._settled("fused", model.size)
+        kept.keep_plan(KeptPlan(other, frozenset({slower})), by_graphs=True)
+        kept.keep_launch(KeptLaunch(frozenset(range(4)), graphs_ms=240.0, eager_ms=400.0))
+        plans, seen = list[Plan](), list[object]()
+        for _ in range(3):
+            model.call()
+            in_use = model.planner._plan("fused", model.size)
+            plans.append(*model.planner.log.plans().values())
+            seen.append(set(in_use._replanner.slower))
+
+    assert plans == [other] * 3
+    assert seen == [{slower}] * 3
+
+
 def test_graphs_are_tried_if_any_plan_has_room_for_them() -> None:
     size = CallSize.of([[torch.zeros(1, 4)]] * 8)
     with Runtime("cpu:1", device_memory_bytes=10**9) as runtime:

@@ -109,6 +109,8 @@ class Planner:
         launch, may_replay = config.launch or "auto", config.recompute_grain != "layer"
         timer, settled = self.records.timer(mode, size.microbatches), partial(self._settled, mode, size)
         self.launching.meet(launch, mode, size.microbatches, timer, settled, may_replay=may_replay)
+        # Plans of the first calls count with the memory of graphs that an earlier process has settled for.
+        self.footprint.graphed = self.launching.graphed
         tasks = self._dealt(config, mode, size)
         self._runtime.next_device = (tasks[-1].device + 1) % len(self._runtime.lanes)
         lowest = 0 if input_grads else self._state.first_trainable()

@@ -243,6 +243,7 @@ class LaunchChoice:
         # Where memory is short, layers run without, and plans should not promise it.
         has_room = self.by_graphs or not (question.missing_bytes(layers) or 0)
         self.decision, self.layers = LaunchDecision(True, "configured"), layers if has_room else frozenset()
+        self._earlier = None
         self._measured.launch_by_graphs(self.by_graphs)
 
     def refuse(self, reason: str) -> None:

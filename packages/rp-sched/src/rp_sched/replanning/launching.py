@@ -50,7 +50,8 @@ class Launching:
         """
         kind = mode, microbatches
         if kind not in self._choices and launch != "eager" and may_replay and self._may_choose:
-            self._choices[kind] = LaunchChoice(measured, is_timed=mode != "train", kept=kept())
+            self._choices[kind] = choice = LaunchChoice(measured, is_timed=mode != "train", kept=kept())
+            self.graphed |= choice.layers
 
     def choose(
         self,
