@@ -187,6 +187,18 @@ def _kept_once(layer: Any, y: torch.Tensor) -> torch.Tensor:
     return y + layer.first
 
 
+def _drawn_once(layer: Any, y: torch.Tensor) -> torch.Tensor:
+    if not hasattr(layer, "noise"):
+        layer.noise = torch.randn(y.shape[1:])
+    return y + layer.noise
+
+
+def _shuffled_once(layer: Any, y: torch.Tensor) -> torch.Tensor:
+    if not hasattr(layer, "order"):
+        layer.order = random.sample(range(y.shape[1]), y.shape[1])
+    return y[:, layer.order]
+
+
 def _kept_by_length(layer: Any, y: torch.Tensor) -> torch.Tensor:
     if len(y) not in layer.__dict__.setdefault("scales", {}):
         layer.scales[len(y)] = float(y.detach().abs().max())
@@ -200,6 +212,8 @@ LEFT: dict[str, tuple[Forward, str]] = {
     "a tensor": (_tensor_left, "attribute last in forward"),
     "a NumPy number": (_array_left, "attribute last in forward"),
     "the first call's mean": (_kept_once, "attribute first in forward"),
+    "noise that is drawn once": (_drawn_once, "attribute noise in forward, to what it has computed or drawn"),
+    "an order that is drawn once": (_shuffled_once, r"attribute order in forward"),
     "a scale by length": (_kept_by_length, r"attribute scales\[\d\] in forward"),
 }
 

@@ -11,7 +11,8 @@ import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from rp_transfer import is_out_of_memory
@@ -58,8 +59,16 @@ _OUTPUT = (
     "decided once can be kept by save_for_recompute, or computed in prepare"
 )
 
-# Runs the layer on its arguments, given as a call, again as a recomputation would.
-Rerun = Callable[[Any], Any]
+
+class Rerun(Protocol):
+    """Runs the layer on its arguments, given as a call, again as a recomputation would.
+
+    `anew`: with other random numbers.
+    """
+
+    def __call__(self, arguments: Any, /, *, anew: bool = False) -> Any:
+        """Return the output."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +146,15 @@ def _compare(
         _refuse_other_output(subject, output, found, lambda: _lightly(rerun, arguments))
     del found
     if left:
-        _refuse_values(subject, left, later, kept, lambda: _lightly(rerun, lambda: changed(arguments())))
+        anew = partial(rerun, anew=True)
+        _refuse_values(subject, left, later, kept, lambda: _lightly(anew, lambda: changed(arguments())))
 
 
 class _NoBackward(Exception):
     """The graph of a comparison kept nothing that backward needs."""
 
 
-def _lightly(rerun: Rerun, arguments: Callable[[], Any]) -> Any:
+def _lightly(rerun: Callable[[Any], Any], arguments: Callable[[], Any]) -> Any:
     """Run the layer without keeping what its backward would need, which may be much."""
     try:
         with _dropping_what_backward_needs():
@@ -182,7 +192,7 @@ def _refuse_results(subject: Subject, left: Sequence[str], after: Attributes) ->
 def _refuse_values(
     subject: Subject, left: Sequence[str], later: Attributes, kept: Kept, run: Callable[[], Any]
 ) -> None:
-    """Refuse what forward has left in attributes if it depends on values: a cache depends on shapes only.
+    """Refuse what forward has left in attributes if it depends on values or is drawn: a cache depends on shapes.
 
     Each device's copy of the layer fills its own cache, from the first values that it gets. `kept`: what was there
     before, so that one which is filled once is filled anew.
@@ -199,7 +209,7 @@ def _refuse_values(
         return
     depends = [path for path in changes(later, found) if path in left]
     if depends:
-        raise ImpureLayer(_attribute(subject, depends[0], ", to what it has computed"))
+        raise ImpureLayer(_attribute(subject, depends[0], ", to what it has computed or drawn"))
 
 
 def _attribute(subject: Subject, path: str, how: str) -> str:

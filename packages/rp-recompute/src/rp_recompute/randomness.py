@@ -400,9 +400,9 @@ class Randomness:
         return result, on_device, _USES.sets != sets or _drawn_since(before)
 
 
-def unseeded(generator: torch.Generator, body: Callable[[], _Result]) -> _Result:
+def unseeded(generator: torch.Generator, body: Callable[[], _Result], seed: int = 0) -> _Result:
     """Run what must not change any generator of the process in a call that does not seed them."""
-    return Randomness(0, 1, NewHabits()).forward(generator, RngConsumer("layer"), 0, body)
+    return Randomness(seed, 1, NewHabits()).forward(generator, RngConsumer("layer"), 0, body)
 
 
 def _seeded(generator: torch.Generator, seed: int, body: Callable[[], _Result]) -> tuple[_Result, bool]:

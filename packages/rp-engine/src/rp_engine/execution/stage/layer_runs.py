@@ -191,10 +191,10 @@ class LayerRuns:
                 raise TypeError(WRITTEN.format(layer, written[0]))
             return output
 
-        def rerun(arguments: _Arguments) -> Any:
+        def rerun(arguments: _Arguments, *, anew: bool = False) -> Any:
             self._activity.current = (_COMPARISON, layer, run.microbatch)
             with self._buffers.starting_from(layer, buffers):
-                return self._recompute(run, arguments, copied(saved))
+                return self._recompute(run, arguments, copied(saved), anew=anew)
 
         def compare_inputs(before: _Arguments) -> None:
             self._boundary.check_unseen(layer, run.given, rp_batch.flatten(before)[0])
@@ -212,8 +212,8 @@ class LayerRuns:
             self._call.habits.examined[layer, self._call.with_grad] += 1
         return output
 
-    def _recompute(self, run: _Run, call: _Arguments, saved: Data) -> Any:
-        """Run a layer as a recomputation would, for nothing but its output."""
+    def _recompute(self, run: _Run, call: _Arguments, saved: Data, *, anew: bool) -> Any:
+        """Run a layer as a recomputation would, for nothing but its output. `anew`: with other random numbers."""
         facts = run.facts
 
         def body() -> Any:
@@ -226,8 +226,10 @@ class LayerRuns:
 
         if self._call.randomness is None:
             # The caller's generators stay as they are.
-            return unseeded(self._device.generator(), body)
-        return self.seeded(facts.consumer, run.microbatch, body, recomputes=True)
+            return unseeded(self._device.generator(), body, seed=int(anew))
+        # Those of a microbatch that there is not.
+        microbatch = run.microbatch + self._call.num_microbatches * anew
+        return self.seeded(facts.consumer, microbatch, body, recomputes=not anew)
 
     def _subject(self, layer: int, twin: torch.nn.Module) -> Subject:
         call = self._call
