@@ -123,6 +123,20 @@ def test_tokens_are_those_of_the_model_itself(
     assert len(set(graphs)) == microbatches
 
 
+@pytest.mark.parametrize("is_given", [False, True])
+def test_tokens_are_the_same_in_inference_mode(
+    is_given: bool, llama: LlamaForCausalLM, runtime: Runtime, graphs: list[LayerGraphs]
+) -> None:
+    model = wrapped(llama, runtime)
+    with torch.inference_mode():
+        own = {"past_key_values": static_cache(llama), "cache_implementation": None} if is_given else {}
+
+        found = generated(model, **own)
+
+    assert torch.equal(found, of_itself(llama, runtime))
+    assert len(graphs) >= NUM_REPLAYED
+
+
 def large_llama() -> LlamaForCausalLM:
     """Of many layers, beside which keys and values take little memory."""
     torch.manual_seed(0)

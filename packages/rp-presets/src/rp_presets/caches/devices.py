@@ -51,10 +51,10 @@ def _move(layer: Any, device: torch.device) -> None:
     elsewhere: list[Tensor] = []
 
     def moved(tensor: Tensor) -> Tensor:
-        if tensor.device == device:
+        if _is_there(tensor, device):
             return tensor
         elsewhere.append(tensor)
-        return tensor.to(device)
+        return tensor.to(device, copy=True)
 
     copied = cast("dict[str, Any]", vars(structure(layer, moved)))
     if elsewhere:
@@ -64,5 +64,10 @@ def _move(layer: Any, device: torch.device) -> None:
 
 
 def _is_there(value: object, device: torch.device) -> bool:
-    """Whether nothing of an attribute is elsewhere, so far as that shows without looking into objects."""
-    return value.device == device if isinstance(value, Tensor) else isinstance(value, PLAIN)
+    """Whether nothing of an attribute is elsewhere, so far as that shows without looking into objects.
+
+    A tensor that a caller made in inference mode is: layers run outside of that, where nobody may write it.
+    """
+    if isinstance(value, Tensor):
+        return value.device == device and not value.is_inference()
+    return isinstance(value, PLAIN)
