@@ -341,6 +341,7 @@ def test_a_layer_that_counts_in_python_runs_without(
     assert torch.equal(found, of_itself(llama, runtime))
     assert all(2 not in one.layers for one in graphs)
     assert "they change plain attributes" in reasons(caplog)
+    assert "their cache" not in reasons(caplog)
 
 
 def test_a_number_that_changes_unseen_is_told(

@@ -219,14 +219,15 @@ class TaskGraphs:
 
     def _has_state(self, entry: Entry, layers: range, leaves: Sequence[Any]) -> bool:
         """Note where state that layers write is; return whether it is where graphs can know it."""
-        state = None if entry.reason else held_in(leaves)
-        if state is not None:
-            entry.note_state(state)
-            if entry.num_moved < _MOST_MOVES:
-                return True
-        entry.state = None
+        if entry.reason is None:
+            state = held_in(leaves)
+            if state is not None:
+                entry.note_state(state)
+                if entry.num_moved < _MOST_MOVES:
+                    return True
+            entry.state = None
+            self._refuse(entry, layers, _GROWS if state is None else _MOVES)
         self.is_used, self._store.is_off = False, True
-        self._refuse(entry, layers, _GROWS if state is None else _MOVES)
         return False
 
     def _bring_on(
