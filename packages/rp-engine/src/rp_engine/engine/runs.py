@@ -216,10 +216,8 @@ class Runs(Observer):
     def _launches_by_graphs(self, manner: Aside, config: RoundPipeRunConfig, draws: str) -> bool:
         if not manner.holds_state:
             return manner is USUAL and self.planner.launching.by_graphs
-        # A token's work on the device is less than what Python takes to launch it: there is nothing to measure.
-        # But on CPU devices launching is computing, and in training mode layers draw.
-        is_default = config.launch in (None, "auto") and not self._runtime.backend.abilities.computes_on_host
-        return draws == "never" and (is_default or config.launch == "graphs")
+        # Not where that is left to measuring: what they gain was not measured yet. In training mode layers draw.
+        return draws == "never" and config.launch == "graphs"
 
     def _draws(self, manner: Aside, *, with_grad: bool) -> Literal["surely", "perhaps", "never"]:
         """Return whether a call draws a seed: perhaps in evaluation mode, if it turns out that anything draws."""
