@@ -134,6 +134,23 @@ def test_what_lies_on_disk_is_read_by_fewer_tasks():
     assert PricedPlan(sparing, costs, mode="fused", microbatches=16, limits=disk).bottleneck(4) == "disk"
 
 
+def test_a_plan_promises_that_devices_read_one_disk_after_another():
+    costs = [LayerCost(1.0, weight_bytes=10**8, disk_bytes=10**8, trainable_bytes=0)] * 2
+    limits = Limits(host=Host(disk_gb_s=1))
+    priced = PricedPlan(Plan((range(1), range(1, 2))), costs, mode="infer", microbatches=1, limits=limits)
+    # The second device begins to compute once both layers are read, which takes 100 ms each.
+    assert priced.alone_ms(2) == 201
+
+
+def test_plans_of_many_devices_that_read_one_disk_are_fast_as_simulated():
+    costs = [LayerCost(10.0, weight_bytes=4 * 10**8, trainable_bytes=0, disk_bytes=4 * 10**8)] * 36
+    limits = Limits(device_memory_bytes=8 * 10**9, upload_gb_s=25, download_gb_s=25, host=Host(disk_gb_s=5))
+    found = plan(costs, devices=4, microbatches=16, mode="fused", limits=limits)
+    priced = PricedPlan(found, costs, mode="fused", microbatches=16, limits=limits)
+    # One that takes each device to have the disk to itself takes 7,050 ms.
+    assert simulated_ms(priced, 4) < 6500
+
+
 def test_launching_takes_turns_of_the_gil():
     cost = LayerCost(2.0, 2.0, forward_launch_ms=1.0, backward_launch_ms=2.0)
     found = played(WHOLE, cost, Limits())

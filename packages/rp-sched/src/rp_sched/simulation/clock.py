@@ -46,7 +46,8 @@ class Clock:
     by its last task, in all and for gradients. `turn`: the next device in turn. `before_ms`: the call before has
     ended. `results_ms`: losses or outputs of this call are available. `over_ms`: this call has ended. `added_ms`:
     the host has added all gradients so far. `stepped_ms`: the optimizer has done all its work so far;
-    `stepped_last_ms` and `stepped_before_ms`: that of the last call, and of the one before it.
+    `stepped_last_ms` and `stepped_before_ms`: that of the last call, and of the one before it. `read_ms`: the disk
+    has been read for all tasks so far.
 
     >>> Clock.idle(2).free
     [0.0, 0.0]
@@ -67,6 +68,7 @@ class Clock:
     stepped_ms: float = 0.0
     stepped_last_ms: float = 0.0
     stepped_before_ms: float = 0.0
+    read_ms: float = 0.0
 
     @classmethod
     def idle(cls, devices: int) -> "Clock":
@@ -78,7 +80,9 @@ class Clock:
         """An independent copy at the launch of a call."""
         free, left, left_before, held, gradients, up, down = map(list, self._lists())
         copied = Clock(free, up, down, left, left_before, held, gradients, self.turn, self.before_ms)
-        copied.added_ms, copied.stepped_ms, copied.stepped_last_ms, copied.stepped_before_ms = self._host()
+        copied.added_ms, copied.stepped_ms, copied.stepped_last_ms, copied.stepped_before_ms, copied.read_ms = (
+            self._host()
+        )
         return copied
 
     def next_call(self) -> float:
@@ -91,6 +95,7 @@ class Clock:
         self.stepped_ms = _since(self.stepped_ms, passed)
         self.stepped_before_ms = _since(self.stepped_last_ms, passed)
         self.stepped_last_ms = self.stepped_ms
+        self.read_ms = _since(self.read_ms, passed)
         self.results_ms = self.over_ms = 0.0
         return passed
 
@@ -107,7 +112,7 @@ class Clock:
     def round_state(self) -> None:
         """Round the state, so that states that differ by rounding errors become equal."""
         self.before_ms = round(self.before_ms, DIGITS)
-        self.added_ms, self.stepped_ms, self.stepped_last_ms, self.stepped_before_ms = (
+        self.added_ms, self.stepped_ms, self.stepped_last_ms, self.stepped_before_ms, self.read_ms = (
             round(ms, DIGITS) for ms in self._host()
         )
         for values in self._lists():
@@ -134,7 +139,11 @@ class Clock:
         """Simulate a task. `ready[m]`: when it may start microbatch m; set to when the next stage may."""
         lane = resources.lanes[device]
         fetch_ms = max(self.up[device], self._room_ms(load, device, lane.memory_bytes), self.stepped_before_ms)
-        fetched_ms = fetch_ms + max(load.weight_bytes * lane.up_ms, load.disk_bytes * resources.disk_ms)
+        fetched_ms = fetch_ms + load.weight_bytes * lane.up_ms
+        if load.disk_bytes and resources.disk_ms:
+            # One task after the other, as the bytes of all are there no sooner if devices share the disk.
+            self.read_ms = max(self.read_ms, fetch_ms) + load.disk_bytes * resources.disk_ms
+            fetched_ms = max(fetched_ms, self.read_ms)
         self.up[device] = fetched_ms + len(batch) * load.input_bytes * lane.up_ms
         start_ms = max(self.free[device], fetched_ms, self._cleared_ms(load, device, lane.memory_bytes))
         begin_ms = max(start_ms, ready[batch.start])
@@ -181,8 +190,8 @@ class Clock:
         self.held[device] = load.state_bytes + load.kept_bytes
         self.gradients[device] = load.gradient_bytes
 
-    def _host(self) -> tuple[float, float, float, float]:
-        return self.added_ms, self.stepped_ms, self.stepped_last_ms, self.stepped_before_ms
+    def _host(self) -> tuple[float, float, float, float, float]:
+        return self.added_ms, self.stepped_ms, self.stepped_last_ms, self.stepped_before_ms, self.read_ms
 
     def _lists(self) -> tuple[list[float], ...]:
         return self.free, self.left, self.left_before, self.held, self.gradients, self.up, self.down
