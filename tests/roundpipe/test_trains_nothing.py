@@ -477,13 +477,31 @@ SEEN_MEANS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "torch.mean": lambda outputs, label: torch.mean((outputs - label).abs()),
     "one of two": lambda outputs, label: [square_error(outputs, label), nn.functional.l1_loss(outputs, label)],
     "closure": made("mean"),
+    "reduced once more": lambda outputs, label: nn.functional.mse_loss(outputs, label).mean(),
 }
+
+
+def divided_in_place(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    loss = nn.functional.mse_loss(outputs, label)
+    loss /= 3
+    return loss
+
+
+def with_a_metric(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        outputs.mean()
+    return square_error(outputs, label)
+
+
 SUMS = {
     "module": nn.MSELoss(reduction="sum"),
     "partial": partial(nn.functional.mse_loss, reduction="sum"),
     "own": square_error,
     "closure": made("sum"),
     "divided by the number of microbatches": lambda outputs, label: nn.functional.mse_loss(outputs, label) / 3,
+    "divided in place": divided_in_place,
+    "beside a mean in inference mode": with_a_metric,
+    "sum that is reduced once more": lambda outputs, label: square_error(outputs, label).mean(),
     "means over features": lambda outputs, label: (outputs - label).square().mean(1).sum(),
 }
 

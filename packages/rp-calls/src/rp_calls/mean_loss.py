@@ -98,7 +98,8 @@ class _Means(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._taken: list[object] = []
+        # With their versions: what is written since, as by ``loss /= 2``, is a mean no more.
+        self._taken: list[tuple[torch.Tensor, int]] = []
 
     def __torch_function__(
         self,
@@ -111,17 +112,21 @@ class _Means(TorchFunctionMode):
         named = kwargs or {}
         result = func(*args, **named)
         if func in (torch.mean, torch.Tensor.mean):
-            is_mean = len(args) == 1 and named.get("dim") is None
+            given = args[0] if args else None
+            # That of a single number is that number, as in a loss that is reduced once more to be sure.
+            is_number = isinstance(given, torch.Tensor) and given.ndim == 0
+            is_mean = self.include(given) if is_number else len(args) == 1 and named.get("dim") is None
         else:
             is_mean = func in _FUNCTIONS and named.get("reduction", "mean") in _MEANS
-        if is_mean:
-            self._taken.append(result)
+        # Nothing counts what is written to a tensor of inference mode, such as a metric.
+        if is_mean and not result.is_inference():
+            self._taken.append((result, result._version))
         return result
 
     def include(self, loss: Any) -> bool:
         """Return whether a loss function has returned one of them, as its only loss or one of several."""
         losses = cast("Sequence[object]", loss) if isinstance(loss, list | tuple) else [loss]
-        return any(one is mean for one in losses for mean in self._taken)
+        return any(one is mean and mean._version == version for one in losses for mean, version in self._taken)
 
 
 def _may_watch(loss_fn: object) -> bool:
