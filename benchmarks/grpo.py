@@ -2,7 +2,7 @@
 
     python benchmarks/grpo.py --model qwen3-4b --cap-gb 24 roundpipe plain
     python benchmarks/grpo.py --model qwen3-8b --lora --cap-gb 24 roundpipe plain
-    python benchmarks/grpo.py --model tiny --prompts 2 --completions 4 --prompt 6 --new 5 --eager roundpipe plain
+    python benchmarks/grpo.py --model tiny --prompts 2 --completions 16 --prompt 6 --new 5 --eager roundpipe plain
 
 Engines, each on the same prompts, with AdamW, one step for each generation and no reference (`beta=0`):
 

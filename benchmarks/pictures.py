@@ -1,7 +1,7 @@
 """How fast a model that reads images trains: random weights and pictures, its own loss; one JSON line an engine.
 
     python benchmarks/pictures.py --cap-gb 24 roundpipe resident
-    python benchmarks/pictures.py --model tiny --devices cpu:1 --batch 2 --pixels 32 --text 12 --eager roundpipe
+    python benchmarks/pictures.py --model tiny --devices cpu:1 --batch 8 --pixels 32 --text 12 --eager roundpipe
 
 Engines, one after another on the same weights, tokens and pictures, one picture a sample:
 

@@ -603,6 +603,20 @@ def test_the_next_process_begins_with_graphs_and_their_plan(caplog: pytest.LogCa
 
 
 @pytest.mark.usefixtures("cache")
+def test_what_calls_under_a_users_plan_have_shown_is_kept_for_these_alone() -> None:
+    own, shown = Plan(fused=range(5)), KeptLaunch(frozenset(range(4)), graphs_ms=240.0, eager_ms=400.0)
+    with Runtime("cpu:1") as runtime:
+        model = Simulated(runtime)
+        model.planner._settled("fused", model.size, own).keep_launch(shown)
+        under_ours = model.planner._settled("fused", model.size).launch()
+        config = RoundPipeRunConfig(execute_plan=own)
+        model.planner.tasks(config, "fused", model.size, input_grads=False)
+
+    assert under_ours is None
+    assert model.planner.launching.by_graphs
+
+
+@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("is_known", [True, False])
 def test_calls_by_graphs_have_the_plan_of_an_earlier_process(is_known: bool) -> None:
     other = Plan((range(2),), range(2, 5), (range(2),))

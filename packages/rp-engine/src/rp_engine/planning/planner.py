@@ -107,7 +107,8 @@ class Planner:
         Raises `rp_sched.SchedError` (a `ValueError`) for a user's plan that does not fit the model or the call.
         """
         launch, may_replay = config.launch or "auto", config.recompute_grain != "layer"
-        timer, settled = self.records.timer(mode, size.microbatches), partial(self._settled, mode, size)
+        timer = self.records.timer(mode, size.microbatches)
+        settled = partial(self._settled, mode, size, config.execute_plan)
         self.launching.meet(launch, mode, size.microbatches, timer, settled, may_replay=may_replay)
         # Plans of the first calls count with the memory of graphs that an earlier process has settled for.
         self.footprint.graphed = self.launching.graphed
@@ -278,10 +279,13 @@ class Planner:
             kept=self._settled(mode, size),
         )
 
-    def _settled(self, mode: Mode, size: CallSize) -> NotKept:
-        """Return what calls of this size have settled for, in earlier processes and in this one."""
+    def _settled(self, mode: Mode, size: CallSize, users: Plan | ModelExecutePlan | None = None) -> NotKept:
+        """Return what calls of this size have settled for, in earlier processes and in this one.
+
+        `users`: the user's plan, with which calls take other times than with ours.
+        """
         if self.pricing.on_host:
             return NOT_KEPT
         rows = rounded_up(size.rows) if self.pricing.sees_memory else 0
-        more = {"rows": rows, "compiled": self._is_compiled}
+        more = {"rows": rows, "compiled": self._is_compiled, "plan": repr(users)}
         return kept_calls(self._name, self._state, self._runtime, mode, size.microbatches, more)

@@ -80,11 +80,12 @@ class Pricing:
         )
 
     def real_limits(self, costs: Sequence[LayerCost]) -> Limits:
-        """Return the limits of plans from guessed costs in real time, with the rates of measured links."""
+        """Return the limits of plans from guessed costs in real time, at the rates of links and disks."""
         # In this order: the first limits probe the links.
         limits, rates = self.limits(costs), self._runtime.measurements.rates()
         up_gb_s, down_gb_s = slowest_gb_s(rates.up_gb_s), slowest_gb_s(rates.down_gb_s)
-        return replace(limits, upload_gb_s=up_gb_s, download_gb_s=down_gb_s)
+        host = Host(disk_gb_s=self._host.disk_gb_s)
+        return replace(limits, upload_gb_s=up_gb_s, download_gb_s=down_gb_s, host=host)
 
     def priced(self, timer: ModelTimer, limits: Limits) -> Limits:
         """Return `limits` with measured rates, for plans from measured times."""
