@@ -195,8 +195,8 @@ def _drawn_once(layer: Any, y: torch.Tensor) -> torch.Tensor:
 
 def _shuffled_once(layer: Any, y: torch.Tensor) -> torch.Tensor:
     if not hasattr(layer, "order"):
-        layer.order = random.sample(range(y.shape[1]), y.shape[1])
-    return y[:, layer.order]
+        layer.order = random.sample(range(100), 100)
+    return y + layer.order[0]
 
 
 def _kept_by_length(layer: Any, y: torch.Tensor) -> torch.Tensor:

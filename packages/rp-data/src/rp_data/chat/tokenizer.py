@@ -42,7 +42,8 @@ def tried(load: Callable[[], Any], what: str) -> Any:
         tokenizer = load()
         budget.allow("a conversation of some turns", len(_PROBE) * _BYTES_A_LETTER)
         template = template_of(tokenizer, Notes())
-        tokenizer(_PROBE if template is None else template.prompt(_CHAT))
+        with refusing_all(f"{what} cannot be used: ", told):
+            tokenizer(_PROBE if template is None else template.prompt(_CHAT))
         yield b""
 
     for _ in limited("the tokenizer, or its chat template,", "take another one with --tokenizer", work):
