@@ -19,6 +19,7 @@ import rp_state.gradient
 import torch
 from plain import assert_near, batch, gradients, mlp, plans, square_error, train_call, twin, weights
 from roundpipe import AutoRoundPipe, GradientsIncomplete, RoundPipe, RoundPipeRunConfig, Runtime, StepFailed
+from rp_engine.optimizer import steps
 from rp_sched import Plan
 from torch import nn
 
@@ -444,6 +445,29 @@ def test_an_error_in_the_loss_function_arrives_as_itself(runtime: Runtime, micro
     assert_noted(caught.value, "loss function", f"microbatch {microbatch}")
     model.zero_grad()
     assert_trains(model)
+
+
+def test_calls_are_told_why_a_step_fails_also_while_it_is_failing(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wrap(mlp(), runtime)
+    told: list[str] = []
+
+    def abandon(_: object) -> None:
+        with pytest.raises(StepFailed) as refused:
+            model.engine.host.state.health.refuse_failed_step()
+        told.append(str(refused.value))
+
+    monkeypatch.setattr(steps, "abandon", abandon)
+    fused_call(model)
+
+    def fail() -> None:
+        raise Boom("in the step")
+
+    with pytest.raises(Boom):
+        model.step(fail, is_async=False)
+    assert [("Boom('in the step')" in each) for each in told] == [True]
+    model.reset()
 
 
 @pytest.mark.pairwise

@@ -79,12 +79,13 @@ def _update(
         return False
     except BaseException as error:
         _note_failed(parts, class_name(error))
+        # Before others are told, which may take as long as a network does: calls come meanwhile.
+        _note_failed(parts, in_words(error))
         _note_torn(parts, linked_blocks, error, in_words(error))
         shared.tell(error)
         abandon(linked_blocks)
         _give_up(parts)
         add_note(error, f"RoundPipe: in model {name!r}, in the step function, on the optimizer's thread")
-        _note_failed(parts, in_words(error))
         _note_reduced(parts, in_words(error), shared)
         raise
     return True
