@@ -87,8 +87,8 @@ PLAN_NAMES = tuple(plans(3, 1))
 # What fails
 
 
-class FailsLate(torch.autograd.Function):
-    """Its backward waits until somebody opens, and fails."""
+class Dammed(torch.autograd.Function):
+    """Its backward waits until somebody opens."""
 
     opened = threading.Event()
 
@@ -96,6 +96,18 @@ class FailsLate(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         del ctx
         return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        del ctx
+        assert Dammed.opened.wait(PATIENCE_S)
+        return grads[0]
+
+
+class FailsLate(Dammed):
+    """Its backward waits until somebody opens, and fails."""
+
+    opened = threading.Event()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:

@@ -76,6 +76,14 @@ def test_a_write_in_forward_is_refused(two: Runtime, write: Callable[[nn.Linear]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def trained_until_it_writes(model: RoundPipe) -> None:
+    """Four calls in which no layer writes, and four more."""
+    for number in range(8):
+        HAS_BEGUN[0] = number >= 4
+        model.forward_backward((X,), label=Y, loss_fn=square_error)
+        model.synchronize()
+
+
 @pytest.mark.parametrize("write", [clamped, renormed])
 def test_a_write_that_begins_later_is_refused_too(
     two: Runtime, write: Callable[[nn.Linear], None], monkeypatch: pytest.MonkeyPatch
@@ -85,16 +93,8 @@ def test_a_write_that_begins_later_is_refused_too(
     monkeypatch.setattr(f"{__name__}.HAS_BEGUN", [False])
     model = RoundPipe(nn.Sequential(nn.Identity(), layer), runtime=two, model_run_config=TWO)
 
-    def call(_: int = 0) -> None:
-        model.forward_backward((X,), label=Y, loss_fn=square_error)
-        model.synchronize()
-
-    for _ in range(4):
-        call()
-    HAS_BEGUN[0] = True
-
     with pytest.raises(TypeError, match=f"layer 1 {WRITES[write]}"):
-        any(map(call, range(4)))
+        trained_until_it_writes(model)
 
 
 class Late(nn.Module):
@@ -121,14 +121,6 @@ def test_a_buffer_that_is_written_past_its_counter_later_is_refused_by_name(
     layers = nn.Sequential(nn.Identity(), Late(), nn.Linear(4, 3))
     model = RoundPipe(layers, runtime=two, model_run_config=TWO)
 
-    def call(_: int = 0) -> None:
-        model.forward_backward((X,), label=Y, loss_fn=square_error)
-        model.synchronize()
-
-    for _ in range(4):
-        call()
-    HAS_BEGUN[0] = True
-
     with pytest.raises(TypeError, match=r"layer 1 \(Late\) wrote its buffer 'seen' past .* self\.seen\.copy_"):
-        any(map(call, range(4)))
+        trained_until_it_writes(model)
     assert layers[1].calls > 0

@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from plain import PATIENCE_S, Scaled, assert_near, batch, gradients, mlp, plans, square_error, train_call, twin
+from plain import (
+    Dammed,
+    Scaled,
+    assert_near,
+    batch,
+    gradients,
+    mlp,
+    plans,
+    square_error,
+    train_call,
+    twin,
+)
 from roundpipe import RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime, TrainingWarning, save_checkpoint
 from roundpipe import optim as optimizers
 from roundpipe import wrap_model_to_roundpipe as wrap
@@ -309,23 +320,6 @@ def test_writes_past_counters_count_outside_of_parts_and_where_layers_are_frozen
 
     for found, wanted in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found, wanted)
-
-
-class Dammed(torch.autograd.Function):
-    """Its backward waits until somebody opens."""
-
-    opened = threading.Event()
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        del ctx
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        del ctx
-        assert Dammed.opened.wait(PATIENCE_S)
-        return grads[0]
 
 
 class Dam(nn.Module):

@@ -259,9 +259,11 @@ class Run:
             self.note_end()
 
     def _refuse_written(self, delivery: Delivery) -> None:
+        if not self._writes:
+            return
         layers = {layer for block, *_ in delivery.sums for layer in block.users}
-        for block in {block for layer in layers for block in self.call.state.layers[layer].blocks}:
-            if block.writes_outside() != self._writes.get(block, block.writes_outside()):
+        for block, writes in self._writes.items():
+            if not layers.isdisjoint(block.users) and block.writes_outside() != writes:
                 raise RoundPipeError(
                     f"weights of {block} were written while the backward of a call still read them, so its "
                     "gradients are those of no weights; call model.synchronize() before you write weights, or "
@@ -325,8 +327,8 @@ class Run:
         """Take the packets of `slots`; call it on the launcher's thread.
 
         With `wait`, the packets are readable on return, and buffers have what layers have written; otherwise the
-        packets are readable after their events. Raises the run's first
-        error, after all its tasks have ended. An interrupt of the caller counts as an error of the run.
+        packets are readable after their events. Raises the run's first error, after all its tasks have ended. An
+        interrupt of the caller counts as an error of the run.
         """
         try:
             with self._tracer.on_host(tracing.CALLER, "wait", "wait for results of the devices", reason="results"):
