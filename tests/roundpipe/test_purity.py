@@ -213,7 +213,7 @@ LEFT: dict[str, tuple[Forward, str]] = {
     "a NumPy number": (_array_left, "attribute last in forward"),
     "the first call's mean": (_kept_once, "attribute first in forward"),
     "noise that is drawn once": (_drawn_once, "attribute noise in forward, to what it has computed or drawn"),
-    "an order that is drawn once": (_shuffled_once, r"attribute order in forward"),
+    "an order that is drawn once": (_shuffled_once, r"attribute order\[\d+\] in forward"),
     "a scale by length": (_kept_by_length, r"attribute scales\[\d\] in forward"),
 }
 

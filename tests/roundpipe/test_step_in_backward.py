@@ -35,6 +35,7 @@ from roundpipe import (
 from rp_cli.finetune.forecast import foretold
 from rp_cli.finetune.options import FineTuning
 from rp_cli.options.declared import Given, read
+from rp_engine.device.transfers import Delivery
 from rp_sched import Plan
 from rp_state.gradient import Gradient
 from rp_trainer.errors import Refused
@@ -703,6 +704,33 @@ def test_a_hook_that_fails_after_the_optimizer_has_stepped_says_what_has_become_
     model.load_state_dict(saved) if master == "split" else model.reset()
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
     call(model, optimizer)
+
+
+def test_weights_may_be_written_as_soon_as_a_step_has_failed(
+    two: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wrapped(two)
+    optimizer = ADAM(model)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    is_written, run = Event(), Delivery.run
+
+    def slow(delivery: Delivery) -> None:
+        run(delivery)
+        # The last one is held up when the step may read its gradients.
+        assert all(0 not in block.users for block, *_ in delivery.sums) or is_written.wait(60)
+
+    def fails(*_: object) -> None:
+        raise LookupError
+
+    monkeypatch.setattr(Delivery, "run", slow)
+    optimizer.register_step_post_hook(fails)
+    with pytest.raises(LookupError):
+        call(model, optimizer)
+    model.load_state_dict(saved)
+    is_written.set()
+    model.synchronize()
+
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
 
 
 def test_a_call_that_fails_before_it_steps_leaves_nothing(two: Runtime) -> None:

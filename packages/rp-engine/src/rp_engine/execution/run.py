@@ -249,8 +249,8 @@ class Run:
     def _deliver(self, delivery: Delivery, where: str) -> None:
         try:
             if self._may_deliver():
-                delivery.run()
                 self._refuse_written(delivery)
+                delivery.run()
         except BaseException as error:
             self.abort(error, where)
             delivery.abandon()
@@ -259,8 +259,10 @@ class Run:
             self.note_end()
 
     def _refuse_written(self, delivery: Delivery) -> None:
+        # Before the delivery leaves any turn: whoever has waited for these gradients may write.
         if not self._writes:
             return
+        delivery.made.synchronize()
         layers = {layer for block, *_ in delivery.sums for layer in block.users}
         for block, writes in self._writes.items():
             if not layers.isdisjoint(block.users) and block.writes_outside() != writes:
