@@ -24,7 +24,7 @@ from roundpipe import (
 from roundpipe.optim import AdamW
 from rp_engine.device.compiling import compiler_of
 from rp_engine.planning import auto_compute
-from rp_packing import Shape, candidates
+from rp_packing import LinearShape, candidates
 from rp_transfer import HostLimit
 from test_fp8 import adapt, pack_rows, row, squares
 from torch import nn
@@ -37,7 +37,7 @@ class Told:
 
     def __init__(self, *times: float | BaseException) -> None:
         self.times = list(times)
-        self.asked: list[tuple[Sequence[Shape], int, int]] = []
+        self.asked: list[tuple[Sequence[LinearShape], int, int]] = []
 
     def __call__(self, trial: auto_compute.ProductTrial) -> dict[Fp8 | None, float]:
         self.asked.append((trial.shapes, trial.rows, trial.calls))
@@ -262,7 +262,7 @@ def test_products_are_measured_on_a_device(options: Any) -> None:
     with Runtime("cpu:1") as runtime:
         (lane,) = runtime.lanes
         recipes = candidates(trains_weights=True)
-        shapes = [Shape(48, 32, True, 3), Shape(32, 48, False, 1)]
+        shapes = [LinearShape(48, 32, True, 3), LinearShape(32, 48, False, 1)]
         trial = auto_compute.ProductTrial(lane, shapes, recipes, 64, 4)
         times = auto_compute.timed(compiler_of(options, 1), trial)
 

@@ -46,7 +46,7 @@ def test_the_library_reads_what_is_written_in_pieces_and_the_other_way_round(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "STRIDE_BYTES", stride)
         patch.setattr(tensor_file, "STRIDE_BYTES", stride)
-        own = writer.Writer(folder, buffer_bytes=1)
+        own = writer.FileWriter(folder, buffer_bytes=1)
         own.write("a.safetensors", [source_of(*item) for item in tensors.items()], {"format": "pt"})
         sums = own.finish()["a.safetensors"]
         same(load_file(folder / "a.safetensors"), tensors)
@@ -68,7 +68,7 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> Non
 
 def test_a_cast_and_strides_are_written_as_torch_has_them(tmp_path: Path) -> None:
     values = torch.randn(5, 7).t()
-    own = writer.Writer(tmp_path, buffer_bytes=1)
+    own = writer.FileWriter(tmp_path, buffer_bytes=1)
     own.write("a.safetensors", [source_of("x", values, torch.bfloat16)], {})
     own.finish()
     assert torch.equal(load_file(tmp_path / "a.safetensors")["x"], values.bfloat16())
@@ -103,7 +103,7 @@ def test_a_full_buffer_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.Mo
     told = threading.Event()
     monkeypatch.setattr(writer._LOG, "warning", lambda *_: told.set())
     slow = Slow(monkeypatch)
-    own = writer.Writer(tmp_path, buffer_bytes=512)
+    own = writer.FileWriter(tmp_path, buffer_bytes=512)
     values = torch.arange(1000)
     taking = threading.Thread(target=own.write, args=("a.safetensors", [source_of("x", values)], {}))
     taking.start()

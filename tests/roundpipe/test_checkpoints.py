@@ -28,7 +28,7 @@ from roundpipe import (
     load_checkpoint,
     save_checkpoint,
 )
-from rp_checkpoint.files.writer import Writer
+from rp_checkpoint.files.writer import FileWriter
 from rp_sched import Plan
 from rp_transfer import HostLimit
 from safetensors.torch import load_file, load_model
@@ -442,9 +442,9 @@ def test_the_buffer_takes_half_of_what_is_free_at_most(
 ) -> None:
     taken: list[int] = []
 
-    def writer(folder: Path, buffer_bytes: int) -> Writer:
+    def writer(folder: Path, buffer_bytes: int) -> FileWriter:
         taken.append(buffer_bytes)
-        return Writer(folder, buffer_bytes)
+        return FileWriter(folder, buffer_bytes)
 
     monkeypatch.setattr("rp_checkpoint.saving.saving.Writer", writer)
     two.host_limit = lambda: HostLimit("the machine", 1 << 40, free)  # type: ignore[method-assign]

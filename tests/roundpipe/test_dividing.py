@@ -21,7 +21,7 @@ from roundpipe import AutoRoundPipe, RoundPipeRunConfig, Runtime, TrainingWarnin
 from roundpipe import wrap_model_to_roundpipe as wrap
 from roundpipe.optim import AdamW
 from rp_calls.dividing.rows import rows_of
-from rp_calls.dividing.trial import Trial
+from rp_calls.dividing.trial import SplitTrial
 from rp_engine.errors import BoundaryError, Busy, HostMemoryShort, MachineFailed
 from rp_sched import Plan
 from torch import nn
@@ -380,7 +380,7 @@ def test_a_trial_leaves_buffers_and_generators_as_they_were(two):
 
 def test_no_other_thread_comes_between_the_runs_of_a_trial(two, monkeypatch):
     model = wrap(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), runtime=two, model_run_config=THREE)
-    outputs, found, threads = Trial.outputs, [], []
+    outputs, found, threads = SplitTrial.outputs, [], []
 
     def begin(call):
         def run():
@@ -402,7 +402,7 @@ def test_no_other_thread_comes_between_the_runs_of_a_trial(two, monkeypatch):
         assert threads[1].is_alive()
         return result
 
-    monkeypatch.setattr(Trial, "outputs", between)
+    monkeypatch.setattr(SplitTrial, "outputs", between)
     model(torch.randn(6, 4))
     threads[1].join()
     assert isinstance(found[0], Busy)

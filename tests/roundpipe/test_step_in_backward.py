@@ -34,7 +34,7 @@ from roundpipe import (
 )
 from rp_cli.finetune.forecast import foretold
 from rp_cli.finetune.options import FineTuning
-from rp_cli.options.declared import Given, read
+from rp_cli.options.declared import GivenOptions, read
 from rp_engine.device.transfers import Delivery
 from rp_sched import Plan
 from rp_state.gradient import Gradient
@@ -549,7 +549,7 @@ def test_several_machines_are_refused() -> None:
 
 def test_the_command_refuses_several_machines_before_it_makes_a_model() -> None:
     given: dict[str, Any] = {"model": "m", "data": ["d.jsonl"], "output": "run", "clip": "0"}
-    options = read(FineTuning, Given(**given, step_in_backward=True))
+    options = read(FineTuning, GivenOptions(**given, step_in_backward=True))
 
     def foretell(runtime: Runtime) -> str:
         with pytest.raises(Refused) as refused:

@@ -23,7 +23,7 @@ from roundpipe import (
     wrap_model_to_roundpipe,
 )
 from rp_checkpoint.errors import CheckpointWarning
-from rp_checkpoint.files.writer import Writer
+from rp_checkpoint.files.writer import FileWriter
 from torch import nn
 
 SAVED = 3
@@ -132,9 +132,9 @@ def unwritten(runtime: Runtime, *, folder: str) -> list[Any]:
     """A checkpoint whose files machine 1 cannot write: what is said when the next one is saved."""
     training = Training(runtime, is_async=False, double_buffer=False, bits=32)
     manager = CheckpointManager(folder)
-    finish = Writer.finish
+    finish = FileWriter.finish
 
-    def full(writer: Writer) -> Any:
+    def full(writer: FileWriter) -> Any:
         finish(writer)
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -143,13 +143,13 @@ def unwritten(runtime: Runtime, *, folder: str) -> list[Any]:
         for number in range(2):
             training.step(number)
             if not number and runtime.group is not None and runtime.group.rank:
-                Writer.finish = full
+                FileWriter.finish = full
             manager.save(training.model, step=number, **training.state())
             with contextlib.suppress(Exception):
                 saving = manager._saving
                 assert saving is not None
                 saving.wait()
-            Writer.finish = finish
+            FileWriter.finish = finish
     manager.wait()
     told = [str(one.message) for one in caught if issubclass(one.category, CheckpointWarning)]
     return [told, [path.name for path in manager.checkpoints()]]

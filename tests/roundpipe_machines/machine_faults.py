@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 from machine_trainings import adamw, batch, row, square_error, wrapped
 from roundpipe import CheckpointManager, RoundPipe, Runtime
-from rp_checkpoint.files.writer import Writer
+from rp_checkpoint.files.writer import FileWriter
 from rp_checkpoint.saving.shared import SharedCheckpoint
 from rp_dist import Machines
 from rp_dist.opening.opening import Opening
@@ -120,7 +120,7 @@ def hook(moment: Moment) -> None:
     moment.before(SharedStep, "end", "end of the step")
     moment.after(MachineGroup, "gather", "gathering")
     moment.after(Block, "swap", "publication")
-    moment.before(Writer, "write", "checkpoint, writing")
+    moment.before(FileWriter, "write", "checkpoint, writing")
     moment.saying()
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from rp_cli.main import main
-from rp_data.batching.batches import Sequences, Steps
+from rp_data.batching.batches import Sequences, StepBatches
 from rp_data.rows.documents import read_samples
 from rp_data.tokens import Reader
 from torch import nn
@@ -139,7 +139,7 @@ def plain_loop(model: nn.Module, folder: Path, data: Path) -> list[float]:
     optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
     reader = Reader(AutoTokenizer.from_pretrained(folder), sequence=48, completions_only=False)
     sequences = Sequences(reader.read(read_samples("--data", [data])), size=48, packing=False, seed=0)
-    steps = Steps(sequences, batch=2, accumulation=1, pad=0)
+    steps = StepBatches(sequences, batch=2, accumulation=1, pad=0)
     losses: list[float] = []
     for step in range(1, STEPS + 1):
         (batch,) = steps.calls(step)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from rp_cli.main import main
-from rp_data.batching.batches import Sequences, Steps
+from rp_data.batching.batches import Sequences, StepBatches
 from rp_data.documents import Document
 from rp_data.rows.documents import read_samples
 from rp_data.tokens import Reader
@@ -97,7 +97,7 @@ def steps_of(folder: Path, data: Path, *, packing: bool, accumulation: int) -> I
     """The documents of each step; what is learned of them is tested elsewhere."""
     reader = Reader(AutoTokenizer.from_pretrained(folder), sequence=SIZE, completions_only=True)
     sequences = Sequences(reader.read(read_samples("--data", [data])), size=SIZE, packing=packing, seed=0)
-    Steps(sequences, batch=BATCH, accumulation=accumulation, pad=0)
+    StepBatches(sequences, batch=BATCH, accumulation=accumulation, pad=0)
     rows = BATCH * accumulation
     for step in range(STEPS):
         yield [document for row in range(step * rows, (step + 1) * rows) for document in sequences.at(row)]

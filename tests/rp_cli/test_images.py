@@ -21,7 +21,7 @@ from rp_cli.main import main
 from rp_data import gathered
 from rp_data.images import decoding
 from rp_data.images.processor import Sight, sight_of
-from rp_data.notes import Notes
+from rp_data.notes import DataNotes
 from rp_data.rows.documents import read_samples
 from rp_data.tokens import Reader
 from rp_trainer.errors import Refused
@@ -215,7 +215,7 @@ def test_words_that_stand_for_images_are_refused_in_texts_of_all_kinds(folders, 
         with pytest.raises(Refused, match=rf"data.jsonl:\d has '{re.escape(word)}' in its text"):
             Reader(tokenizer, **reader).read([sample])
 
-    notes = Notes(True)
+    notes = DataNotes(True)
     assert len(Reader(tokenizer, notes=notes, **reader).read(read_samples("--data", [data])).all) == 1
     assert notes.skipped == 4
     finetuning.json_lines(data, [{"text": word}])

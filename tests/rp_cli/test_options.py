@@ -14,7 +14,7 @@ from programs import COMMAND_LINE
 from rp_cli.arguments import parse
 from rp_cli.finetune.options import TINY, FineTuning
 from rp_cli.main import main
-from rp_cli.options.declared import Default, Given, Reading, declared, read
+from rp_cli.options.declared import Default, GivenOptions, OptionValues, declared, read
 from rp_trainer.errors import Refused
 
 # Everything here is over before a model would be made.
@@ -208,7 +208,7 @@ def test_two_parses_do_not_share_what_they_collect() -> None:
 
 
 def test_the_defaults_pass_their_own_checks() -> None:
-    options = read(FineTuning, Given())
+    options = read(FineTuning, GivenOptions())
 
     assert (options.model, options.data, options.output) == (TINY, None, None)
     assert (options.num_microbatch, options.batch, options.steps) == (4, 16, 250)
@@ -216,7 +216,7 @@ def test_the_defaults_pass_their_own_checks() -> None:
 
 
 def test_what_suits_the_small_model_gives_way_to_what_is_given() -> None:
-    options = read(FineTuning, Given(optimizer="lion", batch="3", epochs="2", eval_data=["a"]))
+    options = read(FineTuning, GivenOptions(optimizer="lion", batch="3", epochs="2", eval_data=["a"]))
 
     assert (options.betas, options.num_microbatch, options.steps, options.held_out) == (None, None, None, 0)
 
@@ -228,8 +228,8 @@ _FINE_TUNING = {"model": "m", "data": ["d"], "output": "o", "lora": "8", "image_
 
 @pytest.mark.parametrize("given", [{}, _FINE_TUNING])
 def test_an_option_that_is_given_its_default_changes_nothing(given: dict[str, Any]) -> None:
-    options, before = declared(FineTuning), read(FineTuning, Given(**given))
-    others = Reading(options, Given(**given))
+    options, before = declared(FineTuning), read(FineTuning, GivenOptions(**given))
+    others = OptionValues(options, GivenOptions(**given))
     named = {
         one.name: one.default.text(others) if isinstance(one.default, Default) else one.default
         for one in options.values()
@@ -237,7 +237,7 @@ def test_an_option_that_is_given_its_default_changes_nothing(given: dict[str, An
     }
 
     changed = {
-        name: read(FineTuning, Given(**given, **{name: default}))
+        name: read(FineTuning, GivenOptions(**given, **{name: default}))
         for name, default in named.items()
         if default is not None
     }
@@ -250,14 +250,14 @@ def test_an_option_that_is_given_its_default_changes_nothing(given: dict[str, An
 def test_a_flag_that_is_off_excludes_nothing(name: str) -> None:
     given = {"model": "m", "data": ["d"], "output": "o", "resume": True, "overwrite": True, name: False}
 
-    assert not getattr(read(FineTuning, Given(**given)), name)
+    assert not getattr(read(FineTuning, GivenOptions(**given)), name)
 
 
 def test_help_tells_what_suits_the_small_model(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--help"])
 
-    told, small = " ".join(capsys.readouterr().out.split()), read(FineTuning, Given())
+    told, small = " ".join(capsys.readouterr().out.split()), read(FineTuning, GivenOptions())
     for name, value in [("steps", "250"), ("num_microbatch", "4"), ("lr", "2e-3"), ("sequence", "64")]:
         assert f"; without --model {value})" in told
         assert getattr(small, name) == float(value)
@@ -285,12 +285,12 @@ def test_early_stopping_needs_evaluations(given: list[str], told: str, capsys: p
 def test_overwrite_needs_something_to_replace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--overwrite"]) == 2
     assert "--overwrite needs --output or --profile" in capsys.readouterr().err
-    assert read(FineTuning, Given(overwrite=True, profile=str(tmp_path / "trace.json"))).overwrite
+    assert read(FineTuning, GivenOptions(overwrite=True, profile=str(tmp_path / "trace.json"))).overwrite
 
 
 def test_a_refusal_names_the_option_and_what_was_found() -> None:
     with pytest.raises(Refused, match=r"--lr must be a finite number above 0, but is 'nan'"):
-        read(FineTuning, Given(lr="nan"))
+        read(FineTuning, GivenOptions(lr="nan"))
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])

@@ -16,7 +16,7 @@ from rp_data.images.processor import Sight
 from rp_estimate.images import ImageSizes
 from rp_estimate.meta.observe import observe
 from rp_estimate.meta.towers import Patches, Shown, patches_of, with_towers
-from rp_estimate.workload import Training, Workload
+from rp_estimate.workload import TrainingSetup, Workload
 from rp_trainer.errors import Refused
 from transformers import AutoModelForImageTextToText
 
@@ -65,7 +65,7 @@ def test_images_of_data_are_no_reason_to_refuse_a_model_that_cannot_be_observed(
     plain = observe(model, 32)
     monkeypatch.setattr("rp_estimate.workload.observe", lambda *_: replace(plain, is_counted=False))
     shown = Shown.of_data(model.config, images=1, tokens=4, sequences=1)
-    how = Training(sequence=32)
+    how = TrainingSetup(sequence=32)
 
     workload = Workload.of(model, how, images=shown)
 

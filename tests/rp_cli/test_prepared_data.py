@@ -18,7 +18,7 @@ from rp_data import gathered, mapped
 from rp_data.batching.batches import Sequences
 from rp_data.documents import Counts, Document, Documents, held_out, table_of
 from rp_data.gathered import Gathered, InFile
-from rp_data.mapped import Mapped, Writer
+from rp_data.mapped import DocumentWriter, Mapped
 from rp_trainer.errors import Refused
 
 
@@ -115,7 +115,7 @@ def test_without_pyarrow_documents_stay_in_memory_and_files_are_refused(
 
     assert len(kept.table()) == 1
     with pytest.raises(Refused, match="which needs pyarrow: pip install datasets"):
-        Writer(tmp_path / "a.arrow")
+        DocumentWriter(tmp_path / "a.arrow")
 
 
 PREPARE = ["prepare", "--model", "model", "--data", "a.jsonl", "--sequence", "48", "--completions-only"]

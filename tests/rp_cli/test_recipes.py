@@ -11,7 +11,7 @@ import torch
 from rp_cli.finetune.options import FineTuning
 from rp_cli.main import main
 from rp_cli.options.config_file import with_config
-from rp_cli.options.declared import Given, declared, read
+from rp_cli.options.declared import GivenOptions, declared, read
 from rp_cli.recipes.catalogue import recipes
 from rp_trainer.errors import Refused
 from sometimes import one_in
@@ -28,7 +28,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def options_of(name: str, **given: Any) -> FineTuning:
     usual = {"data": ["a.jsonl"], "output": "run", "config": f"recipe:{name}"}
-    return read(FineTuning, with_config(Given(**usual, **given), declared(FineTuning)))
+    return read(FineTuning, with_config(GivenOptions(**usual, **given), declared(FineTuning)))
 
 
 @pytest.mark.few(1)
@@ -114,7 +114,7 @@ def test_a_plan_passes_over_options_that_only_training_has(
 def test_a_name_that_training_lacks_is_refused_in_a_plan_too(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("squence: 64\n")
-    given = Given(config=str(file), command="plan")
+    given = GivenOptions(config=str(file), command="plan")
 
     with pytest.raises(Refused, match="the nearest one is 'sequence'"):
         with_config(given, {}, declared(FineTuning))

@@ -18,7 +18,7 @@ from rp_cli.finetune.options import TINY
 from rp_data.chat import templates
 from rp_data.chat.contents import in_parts
 from rp_data.chat.turns import ChatTemplate
-from rp_data.notes import Notes
+from rp_data.notes import DataNotes
 from rp_data.samples import Chat
 from rp_data.tokens import Reader
 from rp_trainer.errors import Refused
@@ -66,7 +66,7 @@ def learned(template: Any, chat: Chat) -> str:
     return tokenizer.decode([token for token, one in zip(tokens, said, strict=True) if one])
 
 
-def written(template: Any, chat: Chat, notes: Notes | None = None) -> str:
+def written(template: Any, chat: Chat, notes: DataNotes | None = None) -> str:
     tokenizer = finetuning.tokenizer(template)
     return tokenizer.decode(ChatTemplate(tokenizer, notes=notes).tokens(chat))
 
@@ -164,7 +164,7 @@ def test_templates_see_the_time_that_is_given() -> None:
     ("template", "expected"), [(ENCODING, '{"a": 1}'), (WRITING, '{"a":1}'), (NAMING, "a=1;")]
 )
 def test_arguments_as_text_are_decoded_where_the_template_would_encode_them(template: str, expected: str) -> None:
-    notes = Notes()
+    notes = DataNotes()
 
     assert expected in written(template, calling('{"a":1}'), notes)
     assert notes.decoded == (template != WRITING)
@@ -174,7 +174,7 @@ def test_arguments_as_text_are_decoded_where_the_template_would_encode_them(temp
 
 @pytest.mark.parametrize("template", [JOINING, WRITING])
 def test_arguments_that_are_objects_become_json_where_the_template_takes_text(template: str) -> None:
-    notes = Notes()
+    notes = DataNotes()
 
     assert '{"a": "b"}' in written(template, calling({"a": "b"}), notes)
     assert "(no JSON)" in written(JOINING, calling("no JSON"), notes)
@@ -265,7 +265,7 @@ def test_what_templates_write_in_another_form_is_written() -> None:
 
 
 def test_what_the_template_does_not_read_is_told_and_calls_of_tools_are_refused() -> None:
-    notes = Notes()
+    notes = DataNotes()
     talk = [says("user", "one", name="six"), says("assistant", "two", reasoning_content="three")]
     call = Chat(
         "a:1", [talk[0], says("assistant", "two", tool_calls=[{"function": {"name": "add", "arguments": {}}}])]
@@ -307,7 +307,7 @@ TALK = [says("user", "one two"), says("assistant", "three"), says("user", "four"
 @pytest.mark.parametrize("family", TRL)
 def test_of_a_stock_template_that_is_learned_which_trl_marks(family: str) -> None:
     stock, training = TRL[family]
-    tokenizer, notes = of_bytes(stock), Notes()
+    tokenizer, notes = of_bytes(stock), DataNotes()
     # Some take parts only.
     talk = in_parts(TALK) if family in ("idefics3", "llava_next", "smolvlm") else TALK
 
@@ -326,7 +326,7 @@ def test_of_a_stock_template_that_is_learned_which_trl_marks(family: str) -> Non
 def test_a_template_that_differs_in_a_letter_is_another() -> None:
     assert TRL
     stock, _ = TRL["qwen3"]
-    other, notes = stock + " ", Notes()
+    other, notes = stock + " ", DataNotes()
 
     with pytest.raises(Refused, match="differently than in the whole; give --tokenizer one whose template marks"):
         ChatTemplate(finetuning.tokenizer(other), notes=notes).tokens_and_assistant(Chat("a:1", TALK))
@@ -346,7 +346,7 @@ def test_without_trl_turns_are_told_apart_as_they_can_be_and_trl_is_named(monkey
 
 
 def test_a_template_with_marks_is_its_own() -> None:
-    notes = Notes()
+    notes = DataNotes()
     reader = Reader(finetuning.tokenizer(finetuning.MARKED), sequence=99, completions_only=True, notes=notes)
 
     assert reader.read([Chat("a:1", TALK)]).labels

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from roundpipe import Runtime, wrap_model_to_roundpipe
 from rp_cli.finetune.causality import check_causality
-from rp_data.batching.batches import Sequences, Steps
+from rp_data.batching.batches import Sequences, StepBatches
 from rp_data.batching.packing import packed
 from rp_data.documents import Counts, Document, Documents, held_out
-from rp_data.notes import Notes
+from rp_data.notes import DataNotes
 from rp_data.rows.documents import read_samples
 from rp_data.samples import Chat, Completion, Sample, Text
 from rp_data.tokens import Reader
@@ -255,7 +255,7 @@ def test_a_batch_tells_documents_and_padding_apart() -> None:
 
 def test_steps_go_on_through_epochs() -> None:
     sequences = Sequences(documents([3] * 5), size=3, packing=True, seed=0)
-    steps = Steps(sequences, batch=2, accumulation=2, pad=0)
+    steps = StepBatches(sequences, batch=2, accumulation=2, pad=0)
 
     assert steps.in_epochs(1) == 2
     assert steps.in_epochs(4) == 5
@@ -323,7 +323,7 @@ def test_files_of_all_kinds_are_read_in_the_order_of_their_names(tmp_path: Path)
     (tmp_path / "d.JSONL").write_bytes(codecs.BOM_UTF8 + b'{"text": "three"}\n')
     (tmp_path / "e.TXT").write_bytes(codecs.BOM_UTF8 + b"four")
 
-    notes = Notes()
+    notes = DataNotes()
     found = list(read_samples("--data", [tmp_path], notes=notes))
 
     assert list(notes.lines("--data")) == [

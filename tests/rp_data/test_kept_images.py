@@ -21,7 +21,7 @@ from rp_data.images import store as stores
 from rp_data.images.kept import KeptImages, joined, lazy_image
 from rp_data.images.processor import Sight
 from rp_data.images.store import LEDGER, Store
-from rp_data.images.trying import Memory, are_same
+from rp_data.images.trying import KeptBytes, are_same
 from rp_data.images.values import of_bytes, to_bytes
 from rp_trainer.errors import Refused
 
@@ -354,7 +354,7 @@ def test_other_settings_and_other_images_are_made_anew(tmp_path):
 
 
 def test_what_is_kept_is_told_apart_by_all_attributes_of_the_processor():
-    store, found = Memory(), []
+    store, found = KeptBytes(), []
 
     # It is none of those that are saved with the processor.
     for is_told in (False, True):
@@ -391,7 +391,7 @@ def test_samples_without_images_have_entries_where_others_do():
     def image(number: int) -> Any:
         return lazy_image("a", f"{number:064x}", lambda: vision.picture(number, width=10 * number, height=20))
 
-    kept = KeptImages(own, Memory(), rows_for_none=True)
+    kept = KeptImages(own, KeptBytes(), rows_for_none=True)
 
     for _ in range(2):
         found = kept([[image(one) for one in some] for some in samples], return_tensors="pt")

@@ -11,7 +11,7 @@ from typing import Any
 import finetuning
 import pytest
 from rp_data.documents import Documents
-from rp_data.notes import Notes
+from rp_data.notes import DataNotes
 from rp_data.rows.documents import read_samples
 from rp_data.rows.shapes import sample_of
 from rp_data.rows.tables import present
@@ -181,7 +181,7 @@ def test_a_name_that_is_in_an_object_twice_is_refused(tmp_path: Path) -> None:
 def test_what_is_about_a_data_set_is_not_learned_and_what_is_for_evaluation_told(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("one")
     (tmp_path / "notes.txt").write_text("two")
-    notes = Notes()
+    notes = DataNotes()
     assert len(list(read_samples("--data", [tmp_path], notes=notes))) == 2
 
     (tmp_path / "data").mkdir()
@@ -194,7 +194,7 @@ def test_what_is_about_a_data_set_is_not_learned_and_what_is_for_evaluation_told
     assert told[1:] == ["--data: files in folders that are not read: 'README.md' (1 file)"]
     (tmp_path / "data" / "train.jsonl").unlink()
     (tmp_path / "data" / "contest.jsonl").unlink()
-    assert len(list(read_samples("--data", [tmp_path / "data"], notes=(alone := Notes())))) == 1
+    assert len(list(read_samples("--data", [tmp_path / "data"], notes=(alone := DataNotes())))) == 1
     assert not [*alone.lines("--data")]
 
 

@@ -17,7 +17,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rp_data.documents import Documents
-from rp_data.notes import Notes
+from rp_data.notes import DataNotes
 from rp_data.rows.documents import read_samples
 from rp_data.rows.json_rows import json_rows, without_nulls
 from rp_data.rows.shapes import sample_of
@@ -183,7 +183,7 @@ def test_nested_rows_are_the_same_from_json_and_parquet(rows: list[dict[str, Any
         return
     lines = json_lines(folder / "a", rows)
 
-    ours = [row for _, row in json_rows("--data", lines, Notes())]
+    ours = [row for _, row in json_rows("--data", lines, DataNotes())]
     theirs = [row for _, row in stored_rows("--data", table)]
 
     assert theirs == ours
@@ -209,7 +209,7 @@ def test_a_call_of_a_tool_has_its_own_arguments_only(tmp_path: Path) -> None:
 
 def test_nulls_in_json_are_counted_and_told(tmp_path: Path) -> None:
     rows = [{"text": "one"}, {"text": "two", "messages": None, "meta": {"a": [None, {"b": None}]}}]
-    path, notes = json_lines(tmp_path / "a", rows), Notes()
+    path, notes = json_lines(tmp_path / "a", rows), DataNotes()
 
     assert [type(sample) for sample in read_samples("--data", [path], notes=notes)] == [Text, Text]
     assert list(notes.lines("--data")) == [

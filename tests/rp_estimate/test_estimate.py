@@ -21,7 +21,7 @@ from rp_estimate.machine.hardware import Machine, measured
 from rp_estimate.machine.network import Network
 from rp_estimate.meta.meter import FusedAttention, Meter
 from rp_estimate.meta.observe import observe
-from rp_estimate.workload import Training, Workload
+from rp_estimate.workload import TrainingSetup, Workload
 from rp_optim import OPTIMIZERS
 from rp_presets import to_sequential
 from rp_sched import Task
@@ -213,7 +213,7 @@ def test_host_memory_is_the_engines_own_forecast(
         is_muon = optimizer == "muon"
         trained = muon_groups(model.named_model, named, lr=0.1) if is_muon else [one for _, one in named]
         engine = model.memory_forecast(OPTIMIZERS[optimizer](trained), additions=2).whole
-    how = Training(sequence=16, optimizer=optimizer, optim_dtype=masters, compute=compute)
+    how = TrainingSetup(sequence=16, optimizer=optimizer, optim_dtype=masters, compute=compute)
     workload = Workload.of(on_meta(config, dtype), how)
     layers = range(len(workload.observed.facts))
     tasks = [Task("FB", layers, range(0, 2), 0), Task("FB", layers, range(2, 4), 1)]
@@ -228,7 +228,7 @@ def test_weights_that_multiply_in_fp8_travel_in_a_byte() -> None:
     plain, coded, cast = (
         Workload.of(
             on_meta(Qwen3Config(**SHAPE, tie_word_embeddings=True), torch.bfloat16),
-            Training(sequence=16, compute=kind),
+            TrainingSetup(sequence=16, compute=kind),
         )
         for kind in ("bf16", "fp8", "fp8-cast")
     )
@@ -248,7 +248,7 @@ def test_weights_that_multiply_in_fp8_travel_in_a_byte() -> None:
 
 
 def test_activations_between_stages_are_counted_on_the_host() -> None:
-    workload = Workload.of(on_meta(MODELS["Qwen3-1.7B"]), Training(sequence=2048))
+    workload = Workload.of(on_meta(MODELS["Qwen3-1.7B"]), TrainingSetup(sequence=2048))
     card = card_named("RTX 4090")
     assert card is not None
     large, small = (
@@ -260,14 +260,14 @@ def test_activations_between_stages_are_counted_on_the_host() -> None:
 
 
 def test_weights_get_second_blocks_where_they_take_little() -> None:
-    workload = Workload.of(on_meta(Qwen3Config(**SHAPE)), Training(sequence=16))
+    workload = Workload.of(on_meta(Qwen3Config(**SHAPE)), TrainingSetup(sequence=16))
     weights = 2 * workload.trained
     assert workload.is_double(ram(17 * weights))
     assert not workload.is_double(ram(15 * weights))
 
 
 def test_fp32_gradients_cost_the_network_half_as_much_again() -> None:
-    workload = Workload.of(on_meta(Qwen3Config(**SHAPE)), Training(sequence=16))
+    workload = Workload.of(on_meta(Qwen3Config(**SHAPE)), TrainingSetup(sequence=16))
     layers = range(len(workload.observed.facts))
     once = [Task("FB", layers, range(4), 0)]
     twice = [Task("FB", layers, range(2), 0), Task("FB", layers, range(2, 4), 1)]
@@ -286,7 +286,7 @@ def test_fp32_gradients_cost_the_network_half_as_much_again() -> None:
 def test_adapters_send_what_they_train() -> None:
     model = on_meta(Qwen3Config(**SHAPE))
     adapt(model, Adapters(rank=4))
-    workload = Workload.of(model, Training(sequence=16, is_adapted=True))
+    workload = Workload.of(model, TrainingSetup(sequence=16, is_adapted=True))
     layers = range(len(workload.observed.facts))
     # In fp32, as PEFT makes them: 4 bytes of gradients and of weights, half of them of others.
     sent = workload.traffic_bytes(2, [Task("FB", layers, range(4), 0)])
@@ -400,7 +400,7 @@ def foretold(name: str) -> Foretold:
     made = on_meta(MODELS[model])
     if rank is not None:
         adapt(made, Adapters(rank=rank))
-    workload = Workload.of(made, Training(sequence=2048, is_adapted=rank is not None))
+    workload = Workload.of(made, TrainingSetup(sequence=2048, is_adapted=rank is not None))
     return foretell(Case(workload, h200s(gpus, memory_gb), batch, microbatches))
 
 
@@ -418,7 +418,7 @@ def test_a_step_is_foretold_within_15_percent_of_the_measured_one(name: str) -> 
 
 @functools.cache
 def _observed_once() -> Workload:
-    return Workload.of(on_meta(MODELS["Qwen3-1.7B"]), Training(sequence=2048))
+    return Workload.of(on_meta(MODELS["Qwen3-1.7B"]), TrainingSetup(sequence=2048))
 
 
 @pytest.mark.parametrize(
@@ -427,7 +427,7 @@ def _observed_once() -> Workload:
 )
 def test_graphs_are_foretold_where_they_are_asked_for_and_fit(memory_gb: int | None) -> None:
     def answer(launch: str, *, chooses: bool = False) -> Foretold:
-        how = Training(sequence=2048, launch=launch, chooses_launch=chooses)
+        how = TrainingSetup(sequence=2048, launch=launch, chooses_launch=chooses)
         # Two threads share the GIL, so launching bounds.
         return foretell(Case(replace(_observed_once(), how=how), h200s(2, memory_gb), 64, 32), settles=False)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from rp_export import CardContent, ExportSettings, export, merge, write_card
-from rp_sources import Source, Wanted, source_of
+from rp_sources import Source, WantedSource, source_of
 from rp_trainer.errors import Refused
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -16,7 +16,7 @@ def source(tmp_path: Path) -> Source:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    return source_of(Wanted(model))
+    return source_of(WantedSource(model))
 
 
 def test_a_format_that_is_not_there_is_refused() -> None:
@@ -66,7 +66,7 @@ def test_llama_cpps_converter_is_told_what_is_asked(tmp_path: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32)).save_pretrained(model)
     settings = ExportSettings(format="gguf", type="q8_0", llama_cpp=checkout, unchecked=True)
 
-    done = export(source_of(Wanted(model)), tmp_path / "made", settings)
+    done = export(source_of(WantedSource(model)), tmp_path / "made", settings)
 
     assert done.told == "not compared with the model's"
     assert (tmp_path / "made" / "model.gguf").read_text() == "--outtype q8_0"

@@ -19,7 +19,7 @@ from rp_optim.kernels.updates import (
     LionNumbers,
     LionUpdate,
     Matrices,
-    Move,
+    ParameterMove,
     SGDNumbers,
     SGDUpdate,
     Small,
@@ -152,7 +152,7 @@ def matrix(spot: Spot, state: list[torch.Tensor], small: Small | None) -> None:
     state[0][0] = kernel.squares([spot.of_param()])[0]
     rows, cols = kernel.matrix_squares(spot, SHAPE)
     factors = Factors(rows.float(), cols.float(), 1e-9)
-    move = Move(0.99, 1e-2 / kernel.matrix_norm(spot, SHAPE, factors))
+    move = ParameterMove(0.99, 1e-2 / kernel.matrix_norm(spot, SHAPE, factors))
     kernel.matrix_apply(spot, SHAPE, factors, move)
 
 
@@ -160,7 +160,7 @@ def vector(spot: Spot, state: list[torch.Tensor], small: Small | None) -> None:
     del small
     kernel = current_kernel()
     squares = kernel.vector_variance(spot, state[0], 0.25, 1e-9)
-    kernel.vector_apply(spot, state[0], 1e-9, Move(0.99, 1e-2 / squares))
+    kernel.vector_apply(spot, state[0], 1e-9, ParameterMove(0.99, 1e-2 / squares))
 
 
 STEPS: dict[str, Step] = {

@@ -10,7 +10,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rp_packing import Decision, Fp8, Shape, candidates, choose, decide, pack_frozen, shapes_of, time_products
+from rp_packing import (
+    Decision,
+    Fp8,
+    LinearShape,
+    candidates,
+    choose,
+    decide,
+    pack_frozen,
+    shapes_of,
+    time_products,
+)
 from torch import nn
 
 FP8, MIXED = Fp8(), Fp8(weights="bf16")
@@ -64,7 +74,7 @@ def test_the_largest_shapes_are_measured_as_often_as_layers_have_them() -> None:
     found = shapes_of(list(row), choose(list(row), Fp8()))
 
     # All but the one of 16 by 16, which has less than a twentieth of the work.
-    assert found == (Shape(64, 64, True, 3), Shape(96, 64, False, 1))
+    assert found == (LinearShape(64, 64, True, 3), LinearShape(96, 64, False, 1))
 
 
 def test_products_are_run_with_and_without_gradients_of_weights_in_each_recipe() -> None:
@@ -83,7 +93,7 @@ def test_products_are_run_with_and_without_gradients_of_weights_in_each_recipe()
         return 1.0
 
     state = torch.get_rng_state()
-    shapes = [Shape(16, 32, True, 5), Shape(48, 32, False, 1)]
+    shapes = [LinearShape(16, 32, True, 5), LinearShape(48, 32, False, 1)]
     found = time_products(shapes, candidates(trains_weights=True), 8, torch.device("cpu"), clock, calls=4, run=run)
 
     assert torch.equal(torch.get_rng_state(), state)

@@ -14,7 +14,7 @@ import transformers as hf
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rp_presets import OwnLoss, OwnLosses, Share, UnknownLoss, observe_loss
+from rp_presets import LossShare, OwnLoss, OwnLosses, UnknownLoss, observe_loss
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -434,7 +434,7 @@ def test_shift_labels_of_unknown_meaning_are_refused():
 def test_outputs_without_a_loss_are_refused():
     for outputs in (SimpleNamespace(loss=None), (torch.ones(()),)):
         with pytest.raises(TypeError, match="must return an object with its loss"):
-            OwnLoss.loss_fn(outputs, Share(1.0, 1.0, 0.0))
+            OwnLoss.loss_fn(outputs, LossShare(1.0, 1.0, 0.0))
 
 
 def test_each_kind_of_labels_is_observed_once():

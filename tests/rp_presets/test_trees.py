@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from rp_presets.rows.absent import Absent, Spec, StandIn, standing_in
+from rp_presets.rows.absent import Absent, AbsentTensor, Spec, standing_in
 from rp_presets.rows.trees import contents_of, emptied, filled, is_box, is_plain, leaves, mapped, same
 from torch import nn
 
@@ -150,7 +150,7 @@ def written(write, base):
     ],
 )
 def test_what_is_computed_from_a_stand_in_is_one(use):
-    assert isinstance(use(KNOWN.stand_in(CPU)), StandIn)
+    assert isinstance(use(KNOWN.stand_in(CPU)), AbsentTensor)
 
 
 def test_shapes_of_a_stand_in_are_plain():
@@ -163,5 +163,5 @@ def test_shapes_of_a_stand_in_are_plain():
 def test_trees_get_stand_ins_for_what_is_not_there():
     real = torch.ones(1)
     one, two = standing_in((KNOWN, [real]), CPU)
-    assert isinstance(one, StandIn)
+    assert isinstance(one, AbsentTensor)
     assert two[0] is real

@@ -24,9 +24,9 @@ from rp_trainer.finetuning import (
     InFolder,
     Interrupted,
     InTurn,
-    Outcome,
     Refused,
     Settings,
+    TrainingOutcome,
     fine_tune,
     taken,
 )
@@ -53,7 +53,7 @@ def wrapped(runtime: Runtime) -> RoundPipe:
     return model
 
 
-def in_folder(path: Path, settings: Settings = SETTINGS) -> Outcome:
+def in_folder(path: Path, settings: Settings = SETTINGS) -> TrainingOutcome:
     """A program of a few lines, which goes on where it was stopped."""
     with Runtime("cpu:1") as runtime, taken(path, resume=True) as folder:
         model = wrapped(runtime)
@@ -193,7 +193,7 @@ def test_a_program_that_has_ended_trains_nothing_when_it_is_started_again(tmp_pa
 
     outcome = in_folder(tmp_path / "run")
 
-    assert outcome == Outcome(STEPS, {})
+    assert outcome == TrainingOutcome(STEPS, {})
     with pytest.raises(Refused, match="needs the same settings, but steps was 6 and is 12"):
         in_folder(tmp_path / "run", replace(SETTINGS, steps=12))
     assert {path: path.read_bytes() for path in (tmp_path / "run" / "model").iterdir()} == before

@@ -26,15 +26,15 @@ from rp_transfer.testing import (
 )
 from rp_transfer.testing.contract import PROMISES
 from rp_transfer.testing.programs import (
+    Allocate,
     Copy,
     Free,
-    Piece,
+    MemoryRange,
     Program,
     Read,
     Record,
     Step,
     StreamName,
-    Take,
     Wait,
     Write,
 )
@@ -42,15 +42,15 @@ from rp_transfer.testing.timeout import bounded
 
 SEEDS = st.integers(0, 2**32 - 1)
 IN, OUT = StreamName(0, "weights_in"), StreamName(0, "results_out")
-HERE, THERE, BACK = Piece("h", 0, 4), Piece("d", 0, 4), Piece("r", 0, 4)
+HERE, THERE, BACK = MemoryRange("h", 0, 4), MemoryRange("d", 0, 4), MemoryRange("r", 0, 4)
 
 UP_AND_DOWN = Program(
     1,
     torch.float32,
     (
-        Take("h", 4, None),
-        Take("r", 4, None),
-        Take("d", 4, IN),
+        Allocate("h", 4, None),
+        Allocate("r", 4, None),
+        Allocate("d", 4, IN),
         Write(HERE, 5),
         Copy(IN, THERE, HERE),
         Record(IN, "e"),
@@ -120,7 +120,7 @@ def _conflicts(program: Program) -> set[tuple[int, int]]:
     }
 
 
-def _uses(step: Step) -> list[tuple[Piece, bool]]:
+def _uses(step: Step) -> list[tuple[MemoryRange, bool]]:
     reads = [getattr(step, "source", None), *getattr(step, "sources", ())]
     writes = [getattr(step, "destination", None)]
     (writes if isinstance(step, Write) else reads).append(getattr(step, "piece", None))

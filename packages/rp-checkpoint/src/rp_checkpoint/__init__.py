@@ -12,7 +12,7 @@ from rp_checkpoint.manager import CheckpointManager
 from rp_checkpoint.model.facts import ModelFacts, PartFacts
 from rp_checkpoint.model.layout import CheckpointLayout, Conversion, layout_of
 from rp_checkpoint.model.plain import PlainModel
-from rp_checkpoint.model.saveable import Saveable, Whole
+from rp_checkpoint.model.saveable import Saveable, SaveableModel
 from rp_checkpoint.saving.save import save_checkpoint
 from rp_checkpoint.saving.saving import SavingCheckpoint
 
@@ -32,8 +32,8 @@ __all__ = [
     "PartFacts",
     "PlainModel",
     "Saveable",
+    "SaveableModel",
     "SavingCheckpoint",
-    "Whole",
     "check",
     "description_of",
     "is_finished",

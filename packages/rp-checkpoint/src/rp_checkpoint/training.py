@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class TrainingObjects:
     """The objects of a training beside its model. `facts`: values that are saved unchanged."""
 
     optimizers: tuple[torch.optim.Optimizer, ...]
@@ -19,7 +19,7 @@ class Training:
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
-    def checked(cls, optimizer: Any, scaler: Any, schedulers: Any) -> Training:
+    def checked(cls, optimizer: Any, scaler: Any, schedulers: Any) -> TrainingObjects:
         """Of one of a kind, several or None. Raises `TypeError` for what is no optimizer, scheduler or scaler."""
         optimizers, several = _several(optimizer), _several(schedulers)
         for one in optimizers:

@@ -18,7 +18,7 @@ from rp_cli.evaluating.options import EvalOptions
 from rp_cli.finetune.options import FineTuning, Preparation
 from rp_cli.merging.options import ExportOptions, MergeOptions
 from rp_cli.options.config_file import schema
-from rp_cli.options.declared import Given, Option, declared
+from rp_cli.options.declared import GivenOptions, Option, declared
 from rp_cli.planning.options import PlanOptions, RecipesOptions
 from rp_cli.talking.options import ChatOptions, GenerateOptions
 
@@ -147,7 +147,7 @@ _ACTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def parse(arguments: Sequence[str]) -> Given:
+def parse(arguments: Sequence[str]) -> GivenOptions:
     """Parse the arguments after the command's name.
 
     >>> parse(["train", "--steps", "7", "--data", "a", "b", "--data", "c"]).data
@@ -155,7 +155,7 @@ def parse(arguments: Sequence[str]) -> Given:
 
     Raises `Refused` for unknown options and missing values, `SystemExit` after printing the help or the version.
     """
-    given, unknown = _parser().parse_known_args(arguments, namespace=Given())
+    given, unknown = _parser().parse_known_args(arguments, namespace=GivenOptions())
     if unknown:
         raise Refused(_unknown(given.command, unknown[0]))
     for name, value in vars(given).items():

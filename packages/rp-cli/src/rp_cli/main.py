@@ -15,7 +15,7 @@ from rp_trainer.stopping import Interrupted
 
 from rp_cli.arguments import COMMANDS, Command, parse
 from rp_cli.options.config_file import with_config
-from rp_cli.options.declared import Given, declared, read
+from rp_cli.options.declared import GivenOptions, declared, read
 from rp_cli.telling.streams import silence
 
 FAILED = 1
@@ -68,7 +68,7 @@ def _is_memory_short(error: RuntimeError) -> bool:
     return isinstance(error, HostMemoryShort)
 
 
-def _run(given: Given, imported: Callable[[], object]) -> None:
+def _run(given: GivenOptions, imported: Callable[[], object]) -> None:
     command = COMMANDS[given.command]
     is_alone = not command.joins or _is_alone()
     # Before torch is imported; several processes tell each other of what they refuse.
@@ -87,7 +87,7 @@ def _run(given: Given, imported: Callable[[], object]) -> None:
             run(processes.all(lambda: _options(command, given)), processes)
 
 
-def _options(command: Command, given: Given) -> Any:
+def _options(command: Command, given: GivenOptions) -> Any:
     others = None if command.files_of is None else declared(command.files_of)
     return read(command.options, with_config(given, declared(command.options), others))
 

@@ -4,7 +4,7 @@ The rooms: `rows` finds samples in files, `chat` and `images` are what tokens ar
 other files make documents of samples, and batches of documents, which depend on the number of the step alone.
 """
 
-from rp_data.batching.batches import Sequences, Steps
+from rp_data.batching.batches import Sequences, StepBatches
 from rp_data.documents import Document, Documents, held_out
 from rp_data.preferences import read_preferences
 from rp_data.reading import Eyes, Manner, check_some, read_all
@@ -24,7 +24,7 @@ __all__ = [
     "Reader",
     "Sample",
     "Sequences",
-    "Steps",
+    "StepBatches",
     "Text",
     "check_some",
     "held_out",

@@ -15,8 +15,8 @@ from rp_trainer.errors import Refused
 from rp_trainer.finetuning.batches import IGNORED
 from torch import Tensor
 
-from rp_data.images.pictures import Seen
-from rp_data.notes import Notes
+from rp_data.images.pictures import PicturedText
+from rp_data.notes import DataNotes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Document:
 
     tokens: array[int]
     learned: bytes
-    seen: Seen | None = None
+    seen: PicturedText | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -168,7 +168,7 @@ class Documents:
     counts: Counts
     has_end: bool = True
     largest: int = field(default=0)
-    notes: Notes = field(default_factory=Notes)
+    notes: DataNotes = field(default_factory=DataNotes)
     sources: Sequence[int] = ()
     images: int = 0
     shaped: Sequence[str] = ()
@@ -197,11 +197,11 @@ class Documents:
 
     @classmethod
     def of(
-        cls, documents: Sequence[Document], counts: Counts, *, has_end: bool, notes: Notes | None = None
+        cls, documents: Sequence[Document], counts: Counts, *, has_end: bool, notes: DataNotes | None = None
     ) -> Documents:
         """Return documents with their largest token, for which all are read."""
         largest = max((max(one.tokens) for one in documents), default=0)
-        return cls(documents, counts, has_end, largest, notes or Notes())
+        return cls(documents, counts, has_end, largest, notes or DataNotes())
 
     def digest(self) -> str:
         """Return a checksum of all documents, in their order."""
@@ -256,4 +256,6 @@ def held_out(documents: Documents, part: float) -> tuple[Documents, Documents]:
         left.append(sum(table.digests[at] not in chosen for at in range(first, first + count)))
         first += count
     training = replace(documents, all=Selection(table, one), sources=left)
-    return training, replace(documents, all=Selection(table, other), counts=Counts(), notes=Notes(), sources=())
+    return training, replace(
+        documents, all=Selection(table, other), counts=Counts(), notes=DataNotes(), sources=()
+    )

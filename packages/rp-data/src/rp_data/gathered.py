@@ -10,7 +10,7 @@ from pathlib import Path
 from rp_strangers.limited import free_bytes
 
 from rp_data.documents import Document
-from rp_data.mapped import Mapped, Writer
+from rp_data.mapped import DocumentWriter, Mapped
 
 # Tokens in memory may take this part of what is free; the model needs the rest.
 _PART = 1 / 4
@@ -31,7 +31,7 @@ class Gathered:
         self._most_bytes = most if find_spec("pyarrow") else float("inf")
         self._documents: list[Document] = []
         self._bytes = 0
-        self._writer: Writer | None = None
+        self._writer: DocumentWriter | None = None
 
     def add(self, documents: Sequence[Document]) -> None:
         """Take documents after those before."""
@@ -47,7 +47,7 @@ class Gathered:
         # Python closes it when nothing refers to it, and its place in /proc is then another one's.
         self._unnamed = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
         self._path = Path(f"/proc/self/fd/{self._unnamed.fileno()}")
-        self._writer = Writer(self._path)
+        self._writer = DocumentWriter(self._path)
         self._writer.add(self._documents)
         self._documents = []
 
@@ -64,7 +64,7 @@ class InFile:
     """Documents in a file, from the first on."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._writer = path, Writer(path)
+        self._path, self._writer = path, DocumentWriter(path)
 
     def add(self, documents: Sequence[Document]) -> None:
         """Take documents after those before."""

@@ -14,7 +14,7 @@ from typing import Any
 from rp_trainer.errors import Refused
 
 from rp_data.documents import Document, Table
-from rp_data.images.pictures import Seen, seen_of
+from rp_data.images.pictures import PicturedText, seen_of
 
 _DIGEST_BYTES = 32
 # A batch is written when it has so many bytes of tokens.
@@ -42,7 +42,7 @@ def _schema(arrow: Any) -> Any:
     return arrow.schema([*fields, arrow.field("seen", arrow.large_string())])
 
 
-class Writer:
+class DocumentWriter:
     """Writes documents to a new file, from which `Mapped` reads them. Each is gone from memory soon."""
 
     def __init__(self, path: Path) -> None:
@@ -93,7 +93,7 @@ def _bytes(document: Document) -> tuple[bytes, bytes]:
 
 
 class Mapped(Table):
-    """The documents of a file that `Writer` has written. The system reads what is asked for, and may forget it.
+    """The documents of a file of a `DocumentWriter`. The system reads what is asked for, and may forget it.
 
     `images`: a file with the content of all images; None: they are where the documents say.
 
@@ -131,7 +131,7 @@ class Mapped(Table):
         learned = bytes(memoryview(batch.column(1).buffers()[2])[start:end])
         return Document(tokens, learned, self._seen(batch.column(4)[row].as_py()))
 
-    def _seen(self, shown: str | None) -> Seen | None:
+    def _seen(self, shown: str | None) -> PicturedText | None:
         if shown is None:
             return None
         try:

@@ -14,7 +14,7 @@ _MOST_NAMES, _NAMES_SHOWN = 1000, 8
 
 
 @dataclass(slots=True)
-class Notes:
+class DataNotes:
     """Notes of one option's data. `skips`: whether bad rows are omitted, instead of refused.
 
     `skipped`, `nulls`, `empty` and `unknown` count rows, keys, answers and tokens, `decoded`, `encoded` and
@@ -90,7 +90,7 @@ class Notes:
     def lines(self, option: str) -> Iterator[str]:
         """Yield what users are told.
 
-        >>> notes = Notes()
+        >>> notes = DataNotes()
         >>> notes.dropped_nulls("a.jsonl:3", 2)
         >>> print(*notes.lines("--data"))
         --data: 2 keys were null and count as absent, the first in a.jsonl:3

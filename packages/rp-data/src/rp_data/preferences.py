@@ -12,7 +12,7 @@ from typing import Any, cast
 from rp_sources import data_named, fetched_split
 from rp_trainer.errors import Refused
 
-from rp_data.notes import Notes
+from rp_data.notes import DataNotes
 from rp_data.rows.documents import rows_of
 from rp_data.rows.files import files_of
 from rp_data.rows.json_rows import Row
@@ -49,7 +49,7 @@ def read_preferences(
     Raises `rp_trainer.Refused`, with the file and line, for what cannot be used, and for rows of both kinds, or of
     texts and conversations, together.
     """
-    notes = Notes(skip_bad_rows)
+    notes = DataNotes(skip_bad_rows)
     found = [one for part in data for one in _all(part, notes)]
     for line in notes.lines(_DATA):
         _LOG.warning(line)
@@ -61,7 +61,7 @@ def read_preferences(
     return _data_set(found)
 
 
-def _all(part: str | Path | Iterable[Mapping[str, Any]], notes: Notes) -> Iterator[Preference]:
+def _all(part: str | Path | Iterable[Mapping[str, Any]], notes: DataNotes) -> Iterator[Preference]:
     rows = _of_files(Path(part), notes) if isinstance(part, str | Path) else _of_rows(part, notes)
     for place, row in rows:
         one = notes.attempt(lambda place=place, row=row: preference_of(_DATA, place, row))
@@ -70,7 +70,7 @@ def _all(part: str | Path | Iterable[Mapping[str, Any]], notes: Notes) -> Iterat
             yield one
 
 
-def _of_files(path: Path, notes: Notes) -> Iterator[Row]:
+def _of_files(path: Path, notes: DataNotes) -> Iterator[Row]:
     name = data_named(path)
     for each in (path,) if name is None else fetched_split(_DATA, name):
         for file in files_of(_DATA, each, notes):
@@ -80,7 +80,7 @@ def _of_files(path: Path, notes: Notes) -> Iterator[Row]:
             yield from rows
 
 
-def _of_rows(rows: Iterable[object], notes: Notes) -> Iterator[Row]:
+def _of_rows(rows: Iterable[object], notes: DataNotes) -> Iterator[Row]:
     if isinstance(rows, Mapping):
         raise Refused(
             f"{_DATA} must be rows, but is a {type(cast('object', rows)).__name__}; choose one of its splits, "

@@ -14,7 +14,7 @@ from rp_trainer.errors import Refused
 
 from rp_data.documents import Counts, Documents
 from rp_data.mapped import Mapped
-from rp_data.notes import Notes
+from rp_data.notes import DataNotes
 
 FACTS, TOKENS, IMAGES = "prepared.json", "documents.arrow", "images.bin"
 # Far more than the facts take.
@@ -24,7 +24,7 @@ _PROBE = "One two,\n\t three  4567 \u00e9\u4e16\U0001f600 don't <|im_end|></s>"
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class PreparedFrom:
     """How prepared data was made. `tokenizer`: its fingerprint. `clock`: the time that chat templates saw."""
 
     sequence: int
@@ -57,7 +57,7 @@ def prepared_in(option: str, paths: Sequence[Path]) -> Path | None:
     return chosen[0] if chosen else None
 
 
-def write(folder: Path, documents: Documents, made: Made) -> None:
+def write(folder: Path, documents: Documents, made: PreparedFrom) -> None:
     """Describe the documents that `Writer` has written to a folder."""
     facts = {
         "format": _FORMAT,
@@ -72,7 +72,7 @@ def write(folder: Path, documents: Documents, made: Made) -> None:
     (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
-def read_prepared(option: str, folder: Path, made: Made) -> Documents:
+def read_prepared(option: str, folder: Path, made: PreparedFrom) -> Documents:
     """Return the documents in a folder, as they are on the disk.
 
     Raises `Refused` if they were made in another manner than `made` says, apart from the clock, or are damaged.
@@ -90,7 +90,7 @@ def read_prepared(option: str, folder: Path, made: Made) -> Documents:
         raise Refused(f"{what} was prepared with another tokenizer; name that, or prepare the data again")
     table = Mapped(folder / TOKENS, folder / IMAGES)
     try:
-        counts, notes = Counts(**facts["counts"]), Notes(**facts["notes"])
+        counts, notes = Counts(**facts["counts"]), DataNotes(**facts["notes"])
         sources, has_end = list(facts["sources"]), bool(facts["has_end"])
         images, shaped = int(facts["images"]), [str(name) for name in facts["shaped"]]
     except (KeyError, TypeError, ValueError) as error:

@@ -17,10 +17,10 @@ from rp_trainer.errors import Refused
 
 from rp_data.documents import Counts, Document, Documents
 from rp_data.gathered import Gathered, InFile
-from rp_data.images.pictures import Seen, Spool, seen_of
+from rp_data.images.pictures import PicturedText, Spool, seen_of
 from rp_data.images.processor import Sight
-from rp_data.notes import Notes
-from rp_data.prepared import Made, fingerprint, prepared_in, read_prepared
+from rp_data.notes import DataNotes
+from rp_data.prepared import PreparedFrom, fingerprint, prepared_in, read_prepared
 from rp_data.rows.documents import read_samples
 from rp_data.tokens import Reader
 
@@ -43,10 +43,10 @@ class Manner:
     clock: datetime | None = None
     placeholders: frozenset[int] = frozenset()
 
-    def made(self, tokenizer: str) -> Made:
+    def made(self, tokenizer: str) -> PreparedFrom:
         """Return how data is made with a tokenizer, given by its fingerprint."""
         clock = "" if self.clock is None else self.clock.isoformat()
-        return Made(self.sequence, self.completions_only, tokenizer, clock)
+        return PreparedFrom(self.sequence, self.completions_only, tokenizer, clock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def _reader(tokenizer: Any, manner: Manner, budget: Budget, eyes: Eyes | None) -
         completions_only=manner.completions_only,
         clock=manner.clock,
         budget=budget,
-        notes=Notes(manner.skips_bad_rows),
+        notes=DataNotes(manner.skips_bad_rows),
         placeholders=manner.placeholders,
         **seeing,
     )
@@ -160,7 +160,7 @@ def _received(messages: Iterator[bytes], gathered: Gathered | InFile, eyes: Eyes
         gathered.add(list(_decoded(message, eyes)))
     documents = gathered.table()
     facts: dict[str, Any] = json.loads(next(messages))
-    counts, notes = Counts(**facts["counts"]), Notes(**facts["notes"])
+    counts, notes = Counts(**facts["counts"]), DataNotes(**facts["notes"])
     read = Documents.of(documents, counts, has_end=facts["has_end"], notes=notes)
     return replace(read, sources=facts["sources"], images=facts["images"], shaped=facts["shaped"])
 
@@ -192,7 +192,7 @@ def _decoded(content: bytes, eyes: Eyes | None) -> Iterator[Document]:
             yield replace(document, seen=_kept(seen_of(fields), images, eyes.spool))
 
 
-def _kept(seen: Seen, images: Mapping[str, bytes], spool: Spool) -> Seen:
+def _kept(seen: PicturedText, images: Mapping[str, bytes], spool: Spool) -> PicturedText:
     pictures = (spool.kept(one, None if one.path else images[one.digest]) for one in seen.pictures)
     return replace(seen, pictures=tuple(pictures))
 

@@ -16,11 +16,11 @@ from rp_trainer.errors import Refused
 
 from rp_data.chat.turns import ChatTemplate
 from rp_data.documents import Counts, Document, Documents
-from rp_data.images.pictures import Picture, Seen
+from rp_data.images.pictures import Picture, PicturedText
 from rp_data.images.processor import Sight
 from rp_data.images.sources import ImageSource
 from rp_data.images.videos import Frames, shown
-from rp_data.notes import Notes
+from rp_data.notes import DataNotes
 from rp_data.rows.messages import ASSISTANT
 from rp_data.samples import Chat, Completion, Sample, Text, bytes_of
 
@@ -48,7 +48,7 @@ class Reader:
         completions_only: bool,
         clock: datetime | None = None,
         budget: Unlimited | None = None,
-        notes: Notes | None = None,
+        notes: DataNotes | None = None,
         sight: Callable[[], Sight | str] = lambda: "this command reads text alone",
         placeholders: frozenset[int] = frozenset(),
     ) -> None:
@@ -58,7 +58,7 @@ class Reader:
         self.inline: dict[str, bytes] = {}
         self.shaped: set[str] = set()
         self._budget = budget or Unlimited()
-        self._clock, self.notes = clock, notes or Notes()
+        self._clock, self.notes = clock, notes or DataNotes()
         self._tokenizer = tokenizer
         self._sequence = sequence
         self._completions_only = completions_only
@@ -165,7 +165,7 @@ class Reader:
         self.shaped |= {*expanded.shaped}
         self._check_text(chat.place, list(compress(expanded.tokens, expanded.learned(None))))
         learned = expanded.learned(spans)
-        seen = Seen(text, tuple(picture for picture, _ in found), expanded.end)
+        seen = PicturedText(text, tuple(picture for picture, _ in found), expanded.end)
         return Document(array("i", expanded.tokens), bytes(learned), seen)
 
     def _check_text(self, place: str, tokens: Sequence[int]) -> None:

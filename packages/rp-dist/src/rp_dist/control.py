@@ -28,7 +28,7 @@ from rp_dist.links.frames import Link
 from rp_dist.links.introduce import introduce
 from rp_dist.links.secret import Secret
 from rp_dist.links.values import encode
-from rp_dist.messages import Hello, Lost, Refused, Welcome, parsed
+from rp_dist.messages import Hello, LostNotice, RefusedNotice, Welcome, parsed
 
 _LOG = logging.getLogger(__name__)
 SILENT = "it lives, but took no part in an exchange for"
@@ -115,7 +115,7 @@ class Control:
 
     def _hear_first(self, link: Link, rank: int, message: Any) -> None:
         answer = parsed(message)
-        if isinstance(answer, Refused):
+        if isinstance(answer, RefusedNotice):
             self.refuse(answer.why)
             self.raise_error()
         if answer != Welcome(rank):
@@ -351,9 +351,9 @@ class Control:
     def _handle(self, link: Link, found: Any) -> None:
         assert link.rank is not None
         message = parsed(found)
-        if isinstance(message, Lost) and message.rank < self.size:
+        if isinstance(message, LostNotice) and message.rank < self.size:
             self._hear_of_loss(message.rank, message.why)
-        elif isinstance(message, Refused):
+        elif isinstance(message, RefusedNotice):
             self.refuse(message.why)
         else:
             with self._changed:

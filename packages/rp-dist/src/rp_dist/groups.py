@@ -1,4 +1,4 @@
-"""`Group`: one set of connections between all machines, which gloo made."""
+"""`GlooGroup`: one set of connections between all machines, which gloo made."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Group(Protocol):
+class GlooGroup(Protocol):
     """What is used of torch's `ProcessGroupGloo`; its own description leaves these out."""
 
     def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> dist.Work:

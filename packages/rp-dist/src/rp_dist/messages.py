@@ -33,7 +33,7 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedNotice:
     """The answer to a hello that does not fit."""
 
     why: str
@@ -63,7 +63,7 @@ class Put:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostNotice:
     """A machine was given up."""
 
     rank: int
@@ -75,14 +75,14 @@ class Bye:
     """A machine has closed."""
 
 
-Message = Hello | Welcome | Refused | Roster | Say | Put | Lost | Bye
+Message = Hello | Welcome | RefusedNotice | Roster | Say | Put | LostNotice | Bye
 
 
 def parsed(message: Any) -> Message:
     """Return what a JSON value says. Raises `ValueError` if it is no message.
 
     >>> parsed(["lost", 2, "its process ended"])
-    Lost(rank=2, why='its process ended')
+    LostNotice(rank=2, why='its process ended')
     >>> parsed(["say", float("nan"), 0])
     Traceback (most recent call last):
     ValueError: not a message: ['say', nan, 0]
@@ -95,7 +95,7 @@ def parsed(message: Any) -> Message:
         case ["welcome", int(rank)] if _are_ints(rank):
             return Welcome(rank)
         case ["refused", str(why)] if len(why) < _MOST_TEXT:
-            return Refused(why)
+            return RefusedNotice(why)
         case ["roster", dict()]:
             return Roster(_places(cast(dict[str, Any], message[1])))
         case ["say", int(channel), value] if _are_ints(channel) and abs(channel) < _MOST_CHANNEL:
@@ -103,7 +103,7 @@ def parsed(message: Any) -> Message:
         case ["put", str(key), str(value)]:
             return Put(key, value)
         case ["lost", int(rank), str(why)] if _are_ints(rank) and 0 <= rank < MOST_RANKS and len(why) < _MOST_TEXT:
-            return Lost(rank, why)
+            return LostNotice(rank, why)
         case ["bye"]:
             return Bye()
         case _:

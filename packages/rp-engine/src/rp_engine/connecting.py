@@ -4,7 +4,7 @@ from rp_recompute.randomness import draw_seed
 from rp_state.block import Block
 from rp_state.master import is_split
 from rp_state.model_state import ModelState
-from rp_state.shards import Segment, Shards
+from rp_state.shards import OwnedSegment, Shards
 from rp_telemetry.tracing import GATHER, REDUCE, SILENT, Tracer
 
 from rp_engine.execution.losses import check_counts
@@ -29,10 +29,10 @@ __all__ = [
     "Launch",
     "ModelState",
     "Numbers",
+    "OwnedSegment",
     "Peers",
     "Results",
     "Rows",
-    "Segment",
     "Shards",
     "SharedModel",
     "SharedStep",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rp_estimate.cases import case_of, machine_of, workload_of
     from rp_estimate.foretold import Case, Foretold, Planned, foretell
     from rp_estimate.machine.hardware import Machine, measured
-    from rp_estimate.workload import Training, Workload
+    from rp_estimate.workload import TrainingSetup, Workload
 
 __version__ = "0.1.0"
 
@@ -35,7 +35,7 @@ _WHERE = {
     "Foretold": "foretold",
     "Machine": "machine.hardware",
     "Planned": "foretold",
-    "Training": "workload",
+    "TrainingSetup": "workload",
     "Workload": "workload",
     "as_json": "answer.line",
     "as_summary": "answer.summary",
@@ -62,7 +62,7 @@ __all__ = [
     "Network",
     "Planned",
     "Request",
-    "Training",
+    "TrainingSetup",
     "Workload",
     "as_json",
     "as_summary",

@@ -56,7 +56,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
+class OtherOptions:
     """Options with other values, and the case that they describe."""
 
     option: str
@@ -67,7 +67,7 @@ class Proposal:
         return Change(self.option, foretell(self.case, settles=False))
 
 
-Tried = Callable[[Iterable[Proposal]], Iterator[Change]]
+Tried = Callable[[Iterable[OtherOptions]], Iterator[Change]]
 """Foretells proposals, without those that cannot fit."""
 
 
@@ -78,7 +78,7 @@ def changes(request: Request, now: Foretold, say: Say = silent) -> list[Change]:
     keeps what it promises. `say`: called with what is tried.
     """
 
-    def tried(proposals: Iterable[Proposal]) -> Iterator[Change]:
+    def tried(proposals: Iterable[OtherOptions]) -> Iterator[Change]:
         for proposal in proposals:
             say(f"trying {proposal.option} ...")
             # The cheap question first: no plan makes up for host memory that is short without activations.
@@ -104,7 +104,7 @@ def _smaller(request: Request, now: Foretold, tried: Tried) -> Iterator[Change]:
         yield from _for_host(request, now, tried)
 
 
-def _of_weights(request: Request, now: Foretold) -> Iterator[Proposal]:
+def _of_weights(request: Request, now: Foretold) -> Iterator[OtherOptions]:
     """Yield adapters that the command allows: on all layers, on attention alone, and on packed weights."""
     if not request.is_adapted:
         for flags, parts, pack in _ADAPTERS:
@@ -198,7 +198,7 @@ def _frozen_on_disk(now: Foretold) -> tuple[str, dict[str, Any]]:
     return f"--disk {tb}TB --frozen disk", {"drive": drive, "frozen": drive}
 
 
-def _combinations(request: Request, now: Foretold) -> Iterator[Proposal]:
+def _combinations(request: Request, now: Foretold) -> Iterator[OtherOptions]:
     """Yield combinations of several savings, of few before many; with another optimizer last."""
     savings = list(_savings(request, now))
     sets = [several for count in range(2, len(savings) + 1) for several in itertools.combinations(savings, count)]
@@ -209,7 +209,7 @@ def _combinations(request: Request, now: Foretold) -> Iterator[Proposal]:
                 yield from _combined(several, now)
 
 
-def _combined(savings: Sequence[_Saving], now: Foretold) -> Iterator[Proposal]:
+def _combined(savings: Sequence[_Saving], now: Foretold) -> Iterator[OtherOptions]:
     workload = now.case.workload
     for ways in itertools.product(*(one.ways for one in savings)):
         changed = {name: value for _, fields in ways for name, value in fields.items()}
@@ -225,7 +225,7 @@ def _more_ram(request: Request, now: Foretold, tried: Tried) -> Iterator[Change]
         gb = -(-(forecast.limit.total_bytes + forecast.short_bytes) // _GB)
         found = foretell(replace(now.case, machine=_with_ram(request, now, gb * _GB)))
         if found.forecast.fits:
-            yield from _that_fit(tried([Proposal(f"--ram {gb}GB", found.case)]))
+            yield from _that_fit(tried([OtherOptions(f"--ram {gb}GB", found.case)]))
             return
 
 
@@ -238,7 +238,7 @@ def _with_ram(request: Request, now: Foretold, nbytes: int) -> Machine:
     return replace(machine, ram=limit)
 
 
-def _faster(request: Request, now: Foretold, tried: Tried) -> Iterator[Proposal]:
+def _faster(request: Request, now: Foretold, tried: Tried) -> Iterator[OtherOptions]:
     """Yield small changes: settings first, then doubled numbers."""
     if now.case.microbatches is not None:
         yield _proposed("--num-microbatch auto", now, microbatches=None)
@@ -255,7 +255,7 @@ def _is_bound_by_arithmetic(now: Foretold) -> bool:
     return now.planned.busy_ms()["device"] * _PAYS >= now.planned.ms
 
 
-def _more_devices(request: Request, now: Foretold) -> Iterator[Proposal]:
+def _more_devices(request: Request, now: Foretold) -> Iterator[OtherOptions]:
     """Yield twice the devices, unless the machine was measured and has fewer."""
     machine = now.case.machine.with_devices(2 * now.case.machine.devices)
     if machine.is_measured and machine.devices > torch.cuda.device_count():
@@ -269,7 +269,7 @@ def _more_devices(request: Request, now: Foretold) -> Iterator[Proposal]:
     yield _proposed(f"--devices {machine.devices}{beside}", now, machine=machine)
 
 
-def _of_machines(request: Request, now: Foretold, tried: Tried) -> Iterator[Proposal]:
+def _of_machines(request: Request, now: Foretold, tried: Tried) -> Iterator[OtherOptions]:
     """Yield the next faster network that pays, and other numbers of machines, one of which needs no network."""
     network = now.case.network
     for gigabits in _NETWORKS:
@@ -283,15 +283,15 @@ def _of_machines(request: Request, now: Foretold, tried: Tried) -> Iterator[Prop
     yield _proposed("--machines 1", now, network=ONE_MACHINE)
 
 
-def _more_machines(request: Request, now: Foretold) -> Iterator[Proposal]:
+def _more_machines(request: Request, now: Foretold) -> Iterator[OtherOptions]:
     """Twice the machines, where there are several, and sequences and microbatches for each."""
     network = replace(now.case.network, machines=2 * now.case.machines)
     if now.case.machines > 1 and network.machines <= min(request.batch, now.case.microbatches or request.batch):
         yield _proposed(f"--machines {network.machines}", now, network=network)
 
 
-def _proposed(option: str, now: Foretold, **changed: Any) -> Proposal:  # Any: fields of `Case`
-    return Proposal(option, replace(now.case, **changed))
+def _proposed(option: str, now: Foretold, **changed: Any) -> OtherOptions:  # Any: fields of `Case`
+    return OtherOptions(option, replace(now.case, **changed))
 
 
 def _settled(change: Change) -> Change:

@@ -14,7 +14,7 @@ from rp_estimate.foretold import Case, foretell
 from rp_estimate.machine.calibration import Calibration
 from rp_estimate.machine.hardware import Machine, measured
 from rp_estimate.saying import Say, silent
-from rp_estimate.workload import Training, Workload
+from rp_estimate.workload import TrainingSetup, Workload
 
 # Layers of Qwen3-1.7B, on CPU devices of a model that these train in seconds.
 _ON_GPUS = {
@@ -116,7 +116,7 @@ def _utilisation(model: torch.nn.Module, machine: Machine, sequence: int, step_s
     low, high = _LEAST, _MOST
     for _ in range(_HALVINGS):
         middle = (low * high) ** 0.5
-        workload = Workload.of(model, Training(sequence=sequence, utilisation=middle))
+        workload = Workload.of(model, TrainingSetup(sequence=sequence, utilisation=middle))
         planned = foretell(
             Case(workload, machine, machine.devices * _BATCH, machine.devices * _MICROBATCHES), settles=False
         ).planned

@@ -27,7 +27,7 @@ from rp_estimate.machine.hardware import (
 from rp_estimate.meta.meta_model import check_positions, model_of, packing_of
 from rp_estimate.meta.towers import Shown
 from rp_estimate.request import Request
-from rp_estimate.workload import ADAPTERS_UTILISATION, UTILISATION, Training, Workload
+from rp_estimate.workload import ADAPTERS_UTILISATION, UTILISATION, TrainingSetup, Workload
 
 
 def case_of(request: Request) -> Case:
@@ -46,7 +46,7 @@ def workload_of(request: Request) -> Workload:
     images = request.images
     model = model_of(request.model, request.adapters, pack=request.pack, with_images=images is not None)
     drive = _drive(request)
-    how = Training.of(
+    how = TrainingSetup.of(
         request,
         utilisation=request.utilisation or _utilisation(request),
         drive=drive,

@@ -32,7 +32,7 @@ from rp_optim.optimizers.muon import iteration_of
 from rp_optim.places.on_disk import memory_for
 from rp_packing import expansion_bytes, packed_weights
 from rp_sched import LayerCost, Task
-from rp_transfer import Group, HostLimit, group
+from rp_transfer import BlockGroup, HostLimit, group
 from torch import nn
 
 from rp_estimate.machine.cards import Card
@@ -40,7 +40,7 @@ from rp_estimate.machine.drive import NO_DISK, Drive
 from rp_estimate.machine.hardware import Machine
 from rp_estimate.meta.facts import Observed
 from rp_estimate.meta.fp8_share import Fp8Share
-from rp_estimate.meta.meta_model import Packing
+from rp_estimate.meta.meta_model import FrozenPacking
 from rp_estimate.meta.observe import observe
 from rp_estimate.meta.towers import Shown, tower_layers, with_towers
 from rp_estimate.optimizers import muon_state_of, state_of
@@ -74,7 +74,7 @@ _MUON_FLOPS_PER_BYTE = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class TrainingSetup:
     """How a model is trained. `sequence`: tokens of each sequence. `optim_dtype`: of masters and moments.
 
     `is_sync`: whether steps are synchronous; masters in halves have second blocks of weights only if they are not.
@@ -101,7 +101,7 @@ class Training:
     frozen: Drive = NO_DISK
 
     @classmethod
-    def of(cls, options: Any, **more: Any) -> Training:
+    def of(cls, options: Any, **more: Any) -> TrainingSetup:
         """Return what a `Request`, or other options with these names, say; `more`: what only one of them has."""
         same = ("sequence", "optimizer", "optimizer_state", "master", "step_in_backward")
         chooses_compute, chooses_launch = options.compute == "auto", options.launch == "auto"
@@ -143,8 +143,8 @@ class Workload:
     name: str
     named: str
     observed: Observed
-    groups: tuple[Group, ...]
-    how: Training
+    groups: tuple[BlockGroup, ...]
+    how: TrainingSetup
     expanded_bytes: int
     expansion_bytes: int
     hidden: frozenset[torch.Tensor]
@@ -155,8 +155,8 @@ class Workload:
     def of(
         cls,
         model: nn.Module,
-        how: Training,
-        packing: Packing | None = None,
+        how: TrainingSetup,
+        packing: FrozenPacking | None = None,
         images: Shown | None = None,
     ) -> Workload:
         """Create the workload of a model on the meta device, whose frozen weights are packed here.
@@ -235,7 +235,7 @@ class Workload:
         return sum(one.layout.nbytes for one, layers in uses if any(user in layers for user in one.users))
 
     @property
-    def _frozen(self) -> list[Group]:
+    def _frozen(self) -> list[BlockGroup]:
         return [one for one in self.groups if one.kind == "frozen"]
 
     def _remainder_bytes(self, shards: Owners) -> int:
@@ -303,7 +303,7 @@ class Workload:
         return sum(iteration_of(group).flops(one.shape) for one in self.hidden)
 
     @property
-    def _trainable(self) -> list[Group]:
+    def _trainable(self) -> list[BlockGroup]:
         return [one for one in self.groups if one.kind == "trainable"]
 
     def costs(self, sequences: int, card: Card) -> list[LayerCost]:
@@ -359,9 +359,9 @@ class Workload:
         return Fp8Share.of(self.observed.modules if is_fp8 else [], travels=self.how.compute == "fp8")
 
     @cached_property
-    def _blocks(self) -> dict[int, list[Group]]:
+    def _blocks(self) -> dict[int, list[BlockGroup]]:
         """The blocks by the last layer that uses them: a stage uploads each once."""
-        blocks: dict[int, list[Group]] = {}
+        blocks: dict[int, list[BlockGroup]] = {}
         for one in self.groups:
             blocks.setdefault(max(one.users), []).append(one)
         return blocks

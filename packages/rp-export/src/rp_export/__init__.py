@@ -7,7 +7,7 @@ memory.
 from rp_export.card import CardContent, write_card
 from rp_export.exporting import Exported, ExportSettings, export, merge
 from rp_export.pushing import push
-from rp_export.whole import Whole, write_whole
+from rp_export.whole import ExportedModel, write_whole
 
 __version__ = "0.1.0"
 
@@ -15,7 +15,7 @@ __all__ = [
     "CardContent",
     "ExportSettings",
     "Exported",
-    "Whole",
+    "ExportedModel",
     "export",
     "merge",
     "push",

@@ -13,7 +13,7 @@ import yaml
 from rp_sources.models import called, repository_of
 from rp_sources.sources import Source
 
-from rp_export.whole import Whole
+from rp_export.whole import ExportedModel
 
 _CARD = "README.md"
 _METRICS = "metrics.jsonl"
@@ -31,7 +31,7 @@ class CardContent:
 
     how: str
     source: Source
-    whole: Whole | None = None
+    whole: ExportedModel | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 

@@ -15,7 +15,7 @@ from rp_trainer.errors import Refused
 from rp_export.card import CardContent, write_card
 from rp_export.folder import check_output, made_whole
 from rp_export.formats import gguf, mlx
-from rp_export.whole import Whole, write_whole
+from rp_export.whole import ExportedModel, write_whole
 from rp_export.writing import TextEnds
 
 
@@ -56,7 +56,7 @@ class Exported:
     """What was written. `told`: in words, compared with what. `whole`: the model, if it was written anew."""
 
     told: str
-    whole: Whole | None = None
+    whole: ExportedModel | None = None
 
 
 def merge(
@@ -66,7 +66,7 @@ def merge(
     unrounded: bool = False,
     options: Mapping[str, Any] | None = None,
     ends: TextEnds | None = None,
-) -> Whole:
+) -> ExportedModel:
     """Merge the adapter of a source into its model, and write that to a new folder, which transformers loads.
 
     One weight at a time is in memory, beside the adapter. `unrounded`: of a run with packed weights, merge into

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from roundpipe import pack_frozen
 from rp_packing import Format, PackedWeight, format_of
-from rp_presets import Piece, StoredPacked, Streamed
+from rp_presets import StoredPacked, Streamed, StreamedWeights
 from rp_trainer.errors import Refused
 from torch import nn
 
@@ -17,14 +17,14 @@ from rp_export.adapter import Adapter
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class HeldPacking:
     """How a run held its frozen weights: cast to a dtype, then packed. `forms`: by the weights' names."""
 
     dtype: torch.dtype
     forms: Mapping[str, Format]
 
     @classmethod
-    def of(cls, model: nn.Module, form: str, dtype: torch.dtype) -> Packing:
+    def of(cls, model: nn.Module, form: str, dtype: torch.dtype) -> HeldPacking:
         """Return which weights of a model, on the meta device, `pack_frozen` packs."""
         model = model.to(dtype).requires_grad_(False)
         pack_frozen(model, form)
@@ -39,14 +39,16 @@ class Packing:
         return PackedWeight.of(form, weight.to(self.dtype)).expanded().to(weight.dtype)
 
 
-NOT_PACKED = Packing(torch.float32, {})
+NOT_PACKED = HeldPacking(torch.float32, {})
 
 
 class BaseWeights:
     """The model's weights before the adapter, read one piece at a time; packed ones are expanded."""
 
-    def __init__(self, streamed: Streamed, packing: Packing = NOT_PACKED) -> None:
-        self._pieces: dict[str, Piece] = {name: piece for piece in streamed.pieces for name in piece.outlines}
+    def __init__(self, streamed: Streamed, packing: HeldPacking = NOT_PACKED) -> None:
+        self._pieces: dict[str, StreamedWeights] = {
+            name: piece for piece in streamed.pieces for name in piece.outlines
+        }
         self._same = ties_of(streamed.model)
         self._packing = packing
         self._rest: dict[str, torch.Tensor | StoredPacked] = {}

@@ -15,7 +15,7 @@ from rp_strangers.code import told
 from rp_strangers.refusing import refusing
 
 from rp_export.adapter import Adapter
-from rp_export.weights import NOT_PACKED, BaseWeights, MergedWeights, Packing
+from rp_export.weights import NOT_PACKED, BaseWeights, HeldPacking, MergedWeights
 from rp_export.writing import TextEnds, copy_beside, write_ends, write_model
 
 # Of the options of a run: weights that are packed in the files already.
@@ -23,7 +23,7 @@ _STORED = "stored"
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class ExportedModel:
     """What was written. `adapter`: the kind of the adapter, empty for none. `dtypes`: of the weights.
 
     `is_rounded`: whether weights that the run had packed are as it had them. `unused`: what is in the model's
@@ -40,7 +40,7 @@ class Whole:
     ends: tuple[int, ...] = ()
 
 
-def write_whole(folder: Path, source: Source, *, is_rounded: bool, ends: TextEnds | None = None) -> Whole:
+def write_whole(folder: Path, source: Source, *, is_rounded: bool, ends: TextEnds | None = None) -> ExportedModel:
     """Write the model of a source with its adapter, its tokenizer and what else belongs to it.
 
     `is_rounded`: weights that the run had packed are as it had them. `ends`: of the tokens that end text by the
@@ -63,7 +63,7 @@ def write_whole(folder: Path, source: Source, *, is_rounded: bool, ends: TextEnd
     weights.check(source.model)
     write_model(folder, found.model, weights)
     copy_beside(folder, source.model, next((each for each in source.tokenizers if has_tokenizer(each)), None))
-    return Whole(
+    return ExportedModel(
         len(weights.names),
         sum(weights.is_changed(name) for name in weights.names),
         "" if adapter is None else adapter.kind,
@@ -77,13 +77,13 @@ def write_whole(folder: Path, source: Source, *, is_rounded: bool, ends: TextEnd
     )
 
 
-def _packing(found: Streamed, source: Source) -> Packing:
+def _packing(found: Streamed, source: Source) -> HeldPacking:
     """Return how the run of an adapter packed its model."""
     recipe = source.recipe
     form: Any = recipe.get("pack")
     if source.adapter is None or form is None or form == _STORED:
         return NOT_PACKED
-    return Packing.of(found.model, str(form), getattr(torch, str(recipe.get("dtype", "bfloat16"))))
+    return HeldPacking.of(found.model, str(form), getattr(torch, str(recipe.get("dtype", "bfloat16"))))
 
 
 def _adapter(found: Streamed, folder: Path) -> Adapter:

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import torch
 from rp_adapters.parts import modules_of
-from rp_checkpoint.files.tensor_file import Source, sources_of_converted
-from rp_checkpoint.files.writer import Writer
+from rp_checkpoint.files.tensor_file import TensorSource, sources_of_converted
+from rp_checkpoint.files.writer import FileWriter
 from rp_checkpoint.saving.shards import divided, file_name, index_of
 from rp_presets import Conversion, saved_layout, write_configuration
 from torch import nn
@@ -55,7 +55,7 @@ def write_model(folder: Path, model: nn.Module, weights: MergedWeights, shard_by
     # With a state dict, so that tied weights are written once.
     layout = saved_layout(bare, dict(bare.state_dict(keep_vars=True)))
     sources = [
-        Source(saved, weights.dtype(own), tuple(bare.state_dict()[own].shape), partial(weights.read, own))
+        TensorSource(saved, weights.dtype(own), tuple(bare.state_dict()[own].shape), partial(weights.read, own))
         for saved, own in layout.names.items()
     ]
     for conversion in layout.conversions:
@@ -119,9 +119,9 @@ def _converted(conversion: Conversion, weights: MergedWeights) -> dict[str, torc
     return conversion.convert({name: weights.read(name) for name in conversion.sources})
 
 
-def _write(folder: Path, shards: Sequence[Sequence[Source]]) -> None:
+def _write(folder: Path, shards: Sequence[Sequence[TensorSource]]) -> None:
     names = [file_name("model", index, len(shards)) for index in range(len(shards))]
-    writer = Writer(folder, _BUFFER_BYTES)
+    writer = FileWriter(folder, _BUFFER_BYTES)
     try:
         for name, shard in zip(names, shards, strict=True):
             writer.write(name, shard, {"format": "pt"})

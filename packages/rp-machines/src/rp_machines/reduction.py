@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from rp_dist import Work
-from rp_engine.connecting import REDUCE, Block, Incomplete, ModelState, Segment, Tracer
+from rp_engine.connecting import REDUCE, Block, Incomplete, ModelState, OwnedSegment, Tracer
 from rp_engine.errors import MachineFailed
 from rp_optim import UNCHANGED
 from rp_optim.jobs import Outcome
@@ -83,7 +83,7 @@ class ReducedBlock:
                 if total is not None:
                     self._sums.update((index, self._view(segment, index, total)) for index in own)
 
-    def _view(self, segment: Segment, index: int, total: torch.Tensor) -> torch.Tensor:
+    def _view(self, segment: OwnedSegment, index: int, total: torch.Tensor) -> torch.Tensor:
         span = self.block.layout.extents[index]
         offset = total.storage_offset() + span.offset - segment.start
         return total.as_strided(span.shape, span.stride, offset)
@@ -136,7 +136,7 @@ class ReducedBlock:
         return [self.source(index) if each is UNCHANGED else each for index, each in enumerate(remains)]
 
 
-class Reduction:
+class StepReduction:
     """The gradients of one step, reduced on a thread of the group; `blocks`: in the order of the model."""
 
     def __init__(self, group: MachineGroup, blocks: Sequence[ReducedBlock]) -> None:

@@ -12,7 +12,7 @@ from rp_engine.connecting import Tracer
 from rp_engine.errors import RoundPipeError
 
 from rp_machines.group import MachineGroup
-from rp_machines.reduction import ReducedBlock, Reduction
+from rp_machines.reduction import ReducedBlock, StepReduction
 
 
 class SharedStep:
@@ -30,7 +30,7 @@ class SharedStep:
     ) -> None:
         self._stepped = stepped
         self._group = group
-        self._reduction = Reduction(group, blocks)
+        self._reduction = StepReduction(group, blocks)
         self._is_over = False
 
     def publishes(self, *, is_taken: bool) -> bool:
@@ -38,7 +38,7 @@ class SharedStep:
         return is_taken
 
     def share(self, purpose: str, values: Sequence[float | None], /) -> list[float | None]:
-        """See `rp_optim.masters.Share`."""
+        """See `rp_optim.masters.MasterExchange`."""
         from_all: list[list[float | None]] = self._say(purpose, list(values))
         if len({len(each) for each in from_all}) > 1:
             self._is_over = True

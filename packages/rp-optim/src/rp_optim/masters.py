@@ -18,7 +18,7 @@ from rp_optim.pair import GradientPair
 Source = torch.Tensor | GradientPair
 
 
-class Share(Protocol):
+class MasterExchange(Protocol):
     """Exchanges values between the processes that divide masters."""
 
     def __call__(self, purpose: str, values: Sequence[float | None], /) -> list[float | None]:
@@ -57,7 +57,7 @@ class MasterLink:
     weights: Callable[[], torch.Tensor | None]
     ready: Ready
     written: Callable[[], None]
-    share: Share | None = None
+    share: MasterExchange | None = None
     turn: int | None = None
     stepped: Callable[[], None] | None = None
     gradient_in: Literal["source", "grad"] = "source"
@@ -242,7 +242,7 @@ def link(
     weights: Callable[[], torch.Tensor | None] = _no_weights,
     ready: Ready = at_once,
     written: Callable[[], None] = _no_weights,
-    share: Share | None = None,
+    share: MasterExchange | None = None,
     turn: int | None = None,
     stepped: Callable[[], None] | None = None,
     *,

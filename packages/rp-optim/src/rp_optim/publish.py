@@ -10,7 +10,7 @@ from rp_optim.checks import is_plain
 from rp_optim.errors import InvalidParameter
 from rp_optim.halves.split_master import SplitMaster, is_split_master
 from rp_optim.kernels.kernel import current_kernel, kernel_for
-from rp_optim.kernels.updates import Kernel, Spot
+from rp_optim.kernels.updates import Spot, UpdateKernel
 
 
 @torch.no_grad()
@@ -29,7 +29,7 @@ def write_weights(masters: Sequence[torch.Tensor], weights: Sequence[torch.Tenso
 
     Raises `InvalidParameter` if the shapes or the numbers of tensors differ.
     """
-    by_kernel: dict[Kernel, list[Spot]] = {}
+    by_kernel: dict[UpdateKernel, list[Spot]] = {}
     for master, weight in _pairs(masters, weights):
         if is_split_master(master) and master.is_split:
             _write_halves(master, weight)

@@ -12,7 +12,7 @@ from rp_packing.products.layers import Fp8Choice, Fp8Linear, become, choose, cod
 from rp_packing.products.only_multiplied import by_name, only_multiplied, reads_codes_alone
 from rp_packing.products.recipe import Fp8
 from rp_packing.products.scaled import refusal as fp8_refusal
-from rp_packing.products.timing import Shape, run_linear, shapes_of, time_products
+from rp_packing.products.timing import LinearShape, run_linear, shapes_of, time_products
 from rp_packing.rows import Rows
 from rp_packing.services import Services, lend
 from rp_packing.weight import PackedWeight, as_parameter, expand, expansion_bytes, packed_weights
@@ -33,12 +33,12 @@ __all__ = [
     "Fp8Choice",
     "Fp8Linear",
     "KernelWarning",
+    "LinearShape",
     "PackedBytes",
     "PackedTwin",
     "PackedWeight",
     "Rows",
     "Services",
-    "Shape",
     "as_parameter",
     "become",
     "by_name",

@@ -7,11 +7,11 @@ from rp_presets.files.faults import brief
 from rp_presets.files.folders import check_config, check_folder
 from rp_presets.files.whole import read_object, special_kind
 from rp_presets.loading import checkpoint_bytes, load_pretrained, unasked
-from rp_presets.losses import LazyLogits, OwnLoss, OwnLosses, Share, causal_lm_loss, lazy_logits, observe_loss
+from rp_presets.losses import LazyLogits, LossShare, OwnLoss, OwnLosses, causal_lm_loss, lazy_logits, observe_loss
 from rp_presets.observing.candidates import lists_of_layers
 from rp_presets.packed import StoredPacked, load_packed, packed_kind
 from rp_presets.saving import Conversion, SavedLayout, saved_layout, saves_itself, write_configuration
-from rp_presets.streamed import Piece, Streamed, streamed
+from rp_presets.streamed import Streamed, StreamedWeights, streamed
 
 __version__ = "0.1.0"
 
@@ -19,14 +19,14 @@ __all__ = [
     "Conversion",
     "DamagedFile",
     "LazyLogits",
+    "LossShare",
     "NotARow",
     "OwnLoss",
     "OwnLosses",
-    "Piece",
     "SavedLayout",
-    "Share",
     "StoredPacked",
     "Streamed",
+    "StreamedWeights",
     "UnknownLoss",
     "UnsupportedModel",
     "__version__",

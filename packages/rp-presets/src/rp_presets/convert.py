@@ -19,7 +19,7 @@ from rp_presets.observing.candidates import lists_of_layers, spine_of
 from rp_presets.observing.imagined import own_losses
 from rp_presets.observing.inputs import example_inputs as inputs_for
 from rp_presets.observing.proof import proven
-from rp_presets.observing.trace import Seen, Trace, undisturbed
+from rp_presets.observing.trace import LayersSeen, Trace, undisturbed
 from rp_presets.rows.arguments import CACHES, names_of
 from rp_presets.rows.capture import Hooks
 from rp_presets.rows.glue import Epilogue, Interlude, Prologue
@@ -34,7 +34,7 @@ _MOST_CUTS = 12
 Belonging: TypeAlias = Images | BySample | WithVideos | Unseen
 
 
-class Row(nn.Sequential):
+class LayerRow(nn.Sequential):
     """A model's layers. `own_loss`: how the model's own loss over a batch follows from the losses of its parts.
 
     `whole_arguments`: names of arguments that every part of a split batch gets as a whole. `main_arguments`: names
@@ -117,7 +117,7 @@ class Row(nn.Sequential):
         return nn.Sequential(*layers[idx]) if isinstance(idx, slice) else layers[idx]
 
 
-def to_sequential(model: nn.Module, *, example_inputs: Mapping[str, Any] | None = None) -> Row:
+def to_sequential(model: nn.Module, *, example_inputs: Mapping[str, Any] | None = None) -> LayerRow:
     """Convert a model to a row of layers that contains the model's modules and computes the same outputs.
 
     >>> from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -171,17 +171,17 @@ def to_sequential(model: nn.Module, *, example_inputs: Mapping[str, Any] | None 
         elif example_inputs and takes_images(model):
             growing = _growing(model, layout, *whole_and_part(inputs), hooks)
     hooks.is_converted = True
-    return Row(_row(model, layout), own_losses(model, layout, seen, inputs), images, growing)
+    return LayerRow(_row(model, layout), own_losses(model, layout, seen, inputs), images, growing)
 
 
 def _with_images(
     model: nn.Module,
     lists: Mapping[str, nn.ModuleList],
     layout: RowLayout,
-    seen: list[Seen],
+    seen: list[LayersSeen],
     inputs: dict[str, Any],
     hooks: Hooks,
-) -> tuple[RowLayout, list[Seen], Belonging, dict[Path, str]]:
+) -> tuple[RowLayout, list[LayersSeen], Belonging, dict[Path, str]]:
     """Observe the model with images, too. Its towers count as code before the layers, since samples may have none.
 
     What was observed without images stays if it is no row with them.
@@ -209,7 +209,7 @@ def _with_images(
 
 def _with_videos(
     model: nn.Module, own: Mapping[str, nn.ModuleList], inputs: dict[str, Any], example: Example, hooks: Hooks
-) -> tuple[RowLayout, list[Seen], Belonging, dict[Path, str]] | None:
+) -> tuple[RowLayout, list[LayersSeen], Belonging, dict[Path, str]] | None:
     """Observe the model with videos, too, and with both in one call, if any; None if it is no row with them."""
     for video in video_examples(model):
         belonging = WithVideos(example.images, cast(Images, video.images))
@@ -248,7 +248,7 @@ def _growing(
 
 def _layout(
     model: nn.Module, lists: Mapping[str, nn.ModuleList], calls: Sequence[dict[str, Any]], hooks: Hooks
-) -> tuple[RowLayout, list[Seen]]:
+) -> tuple[RowLayout, list[LayersSeen]]:
     """Observe the model in calls with these arguments; return what was seen in the first.
 
     Lists that are not rows, except the largest, count as code around the others.
@@ -279,7 +279,7 @@ def _layout(
 
 def _observed(
     model: nn.Module, chosen: Mapping[str, Sequence[int]], calls: Sequence[dict[str, Any]], hooks: Hooks
-) -> tuple[RowLayout, list[Seen]]:
+) -> tuple[RowLayout, list[LayersSeen]]:
     cache = _takes_cache(model, spine_of(chosen))
     traces = [_run(model, chosen, inputs, hooks)[0] for inputs in calls]
     layouts = [trace.layout(cache_argument=cache) for trace in traces]

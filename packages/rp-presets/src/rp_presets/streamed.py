@@ -36,7 +36,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StreamedWeights:
     """Weights that are read together. `outlines`: on the meta device, by their names in the model.
 
     `read`: returns them; a packed one as it is stored. Those that need no conversion are memory-mapped, and their
@@ -55,7 +55,7 @@ class Streamed:
     """
 
     model: nn.Module
-    pieces: Sequence[Piece]
+    pieces: Sequence[StreamedWeights]
     unused: Sequence[str]
 
 
@@ -124,18 +124,18 @@ def _dtype(name: str, entry: Mapping[str, Any]) -> torch.dtype:
 
 def _packed(
     files: _Files, kind: StoredFormat, name: str, wanted: Mapping[str, torch.Tensor], keys: Sequence[str]
-) -> Piece:
+) -> StreamedWeights:
     shapes = {one: tensor.shape for one, tensor in wanted.items()}
 
     def read() -> Mapping[str, torch.Tensor | StoredPacked]:
         return stored_in(kind, {key: files.read(key) for key in keys}, shapes)
 
-    return Piece({name: wanted[name].detach()}, read)
+    return StreamedWeights({name: wanted[name].detach()}, read)
 
 
 def _plain(
     model: Any, files: _Files, keys: Sequence[str], wanted: Mapping[str, torch.Tensor]
-) -> tuple[list[Piece], list[str]]:
+) -> tuple[list[StreamedWeights], list[str]]:
     """Return the pieces of what is not packed, and the names of what the model does not have."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
@@ -147,18 +147,18 @@ def _plain(
     unused: list[str] = []
     # By the first of the weights that a conversion makes: what it makes it of.
     parts: dict[str, list[tuple[str, str]]] = {}
-    pieces: list[Piece] = []
+    pieces: list[StreamedWeights] = []
     for key in sorted(keys, key=cast("Callable[[str], Any]", dot_natural_key)):
         name, pattern = _renamed(model, key, wanted, (renamings, converters))
         if name not in wanted:
             unused.append(key)
         elif pattern is None:
-            pieces.append(Piece({name: files.outlines[key]}, partial(_read_one, files, name, key)))
+            pieces.append(StreamedWeights({name: files.outlines[key]}, partial(_read_one, files, name, key)))
         else:
             parts.setdefault(name, []).append((key, pattern))
     for name, sources in parts.items():
         convert = partial(_converted, model, by_pattern[sources[0][1]], name, sources)
-        pieces.append(Piece(convert(files.outlines.__getitem__), partial(convert, files.read)))
+        pieces.append(StreamedWeights(convert(files.outlines.__getitem__), partial(convert, files.read)))
     return pieces, unused
 
 

@@ -9,7 +9,7 @@ from rp_errors import count_as_inside
 from rp_recompute.attributes import Attributes, ModuleCopy, attributes_of
 from rp_recompute.copies import copied
 from rp_recompute.errors import ImpureLayer
-from rp_recompute.examination import Subject, examined
+from rp_recompute.examination import ExaminedLayer, examined
 from rp_recompute.precision import least_precise
 from rp_recompute.randomness import Habits, NewHabits, Randomness, RngConsumer, draw_seed, mix, unseeded
 from rp_recompute.sketch import sketch
@@ -20,13 +20,13 @@ count_as_inside("rp_recompute")
 
 __all__ = [
     "Attributes",
+    "ExaminedLayer",
     "Habits",
     "ImpureLayer",
     "ModuleCopy",
     "NewHabits",
     "Randomness",
     "RngConsumer",
-    "Subject",
     "attributes_of",
     "copied",
     "draw_seed",

@@ -78,11 +78,11 @@ def attributes_of(parts: Sequence[ModuleCopy]) -> Attributes:
     return found
 
 
-class Kept:
+class KeptAttributes:
     """What modules hold in plain attributes now, to be set again for a run.
 
     >>> layer = torch.nn.Tanh()
-    >>> kept = Kept([ModuleCopy("", layer, torch.nn.Tanh())])
+    >>> kept = KeptAttributes([ModuleCopy("", layer, torch.nn.Tanh())])
     >>> layer.seen = 3
     >>> with kept.set_again(["seen"]):
     ...     print(hasattr(layer, "seen"))

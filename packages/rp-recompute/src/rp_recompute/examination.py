@@ -19,7 +19,7 @@ from rp_transfer import is_out_of_memory
 
 from rp_recompute.attributes import (
     Attributes,
-    Kept,
+    KeptAttributes,
     ModuleCopy,
     attributes_of,
     changes,
@@ -72,7 +72,7 @@ class Rerun(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class ExaminedLayer:
     """The layer that is examined.
 
     `dtype`: the least precise one that it computes in. `is_exact`: two runs of it differ by roundings at most.
@@ -87,7 +87,7 @@ class Subject:
 
 
 def examined(
-    subject: Subject,
+    subject: ExaminedLayer,
     call: Any,
     first: Callable[[], Any],
     rerun: Rerun,
@@ -100,7 +100,7 @@ def examined(
     graph-less tensors require grad, as forward was given them. `compare_inputs`: is given copies of the arguments
     from before, after the first run. Raises `ImpureLayer`.
     """
-    before, kept = attributes_of(subject.modules), Kept(subject.modules)
+    before, kept = attributes_of(subject.modules), KeptAttributes(subject.modules)
     copies = _if_it_fits(subject, lambda: copied(call))
     output = first()
     if copies is not None:
@@ -117,7 +117,7 @@ def examined(
     return output, is_done is not None
 
 
-def _if_it_fits(subject: Subject, body: Callable[[], Any]) -> tuple[Any] | None:
+def _if_it_fits(subject: ExaminedLayer, body: Callable[[], Any]) -> tuple[Any] | None:
     """What `body` returns; None if the device has no memory for it."""
     try:
         return (body(),)
@@ -130,13 +130,13 @@ def _if_it_fits(subject: Subject, body: Callable[[], Any]) -> tuple[Any] | None:
 
 
 def _compare(
-    subject: Subject,
+    subject: ExaminedLayer,
     output: Any,
     arguments: Callable[[], Any],
     rerun: Rerun,
     left: Sequence[str],
     after: Attributes,
-    kept: Kept,
+    kept: KeptAttributes,
 ) -> None:
     found = _lightly(rerun, arguments)
     later = attributes_of(subject.modules)
@@ -182,7 +182,7 @@ def _dropping_what_backward_needs() -> Generator[None]:
         yield
 
 
-def _refuse_results(subject: Subject, left: Sequence[str], after: Attributes) -> None:
+def _refuse_results(subject: ExaminedLayer, left: Sequence[str], after: Attributes) -> None:
     if drawn := generators_among(left, after):
         raise ImpureLayer(_GENERATOR.format(subject.name, drawn[0]))
     if results := with_graph(left, after):
@@ -190,7 +190,7 @@ def _refuse_results(subject: Subject, left: Sequence[str], after: Attributes) ->
 
 
 def _refuse_values(
-    subject: Subject, left: Sequence[str], later: Attributes, kept: Kept, run: Callable[[], Any]
+    subject: ExaminedLayer, left: Sequence[str], later: Attributes, kept: KeptAttributes, run: Callable[[], Any]
 ) -> None:
     """Refuse what forward has left in attributes if it depends on values or is drawn: a cache depends on shapes.
 
@@ -212,14 +212,14 @@ def _refuse_values(
         raise ImpureLayer(_attribute(subject, depends[0], ", to what it has computed or drawn"))
 
 
-def _attribute(subject: Subject, path: str, how: str) -> str:
+def _attribute(subject: ExaminedLayer, path: str, how: str) -> str:
     holders = [name for name, _, _ in subject.modules if name and path.removeprefix("len(").startswith(f"{name}.")]
     own = path.removeprefix("len(").removeprefix(max(holders, key=len, default="")).lstrip(".")
     name = own.split(".")[0].split("[")[0].split("{")[0].rstrip(")")
     return _ATTRIBUTE.format(subject.name, path, how, name)
 
 
-def _refuse_other_output(subject: Subject, output: Any, found: Any, once_more: Callable[[], Any]) -> None:
+def _refuse_other_output(subject: ExaminedLayer, output: Any, found: Any, once_more: Callable[[], Any]) -> None:
     differing = differences(output, found)
     if not differing:
         return

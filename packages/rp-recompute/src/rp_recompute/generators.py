@@ -119,7 +119,7 @@ def setting_back(generators: Iterable[torch.Generator]) -> Callable[[], None]:
     return set_back
 
 
-class Look:
+class WatchedGenerators:
     """Sees which of the generators are drawn from between its making and `drawn`."""
 
     def __init__(self, watched: Sequence[ProcessGenerator]) -> None:

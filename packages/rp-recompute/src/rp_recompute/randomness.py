@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, assert_never
 import torch
 from rp_errors import Busy
 
-from rp_recompute.generators import Look, ProcessGenerator, seeded, sources
+from rp_recompute.generators import ProcessGenerator, WatchedGenerators, seeded, sources
 
 _Result = TypeVar("_Result")
 _MASK = (1 << 64) - 1
@@ -315,7 +315,7 @@ class Randomness:
         """Run alone and see which of Python's generators are drawn from. A state takes 20 to 70 µs."""
         everything, seed = sources(), self._mixed(place)
         with _GATE.alone(), seeded(everything, seed):
-            look = Look(everything)
+            look = WatchedGenerators(everything)
             found = self._from_seed(generator, seed, body)
             self._habits.sources[place[0]] = look.drawn()
         return found

@@ -23,7 +23,7 @@ from rp_sched.simulation.makespan import PricedPlan
 from rp_sched.simulation.resources import Resource
 from rp_sched.simulation.simulate import simulate, simulated_ms
 from rp_sched.simulation.stage_costs import host_bytes
-from rp_sched.simulation.timeline import Idle, Reason, Span, Timeline
+from rp_sched.simulation.timeline import Idle, Reason, TaskSpan, Timeline
 
 __version__ = "0.1.0"
 
@@ -63,11 +63,11 @@ __all__ = [
     "RoundRobin",
     "SchedError",
     "Search",
-    "Span",
     "Strategy",
     "Switch",
     "Task",
     "TaskKind",
+    "TaskSpan",
     "Timeline",
     "balance",
     "check_order",

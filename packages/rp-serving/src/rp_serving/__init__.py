@@ -16,7 +16,7 @@ from rp_serving.transports.gloo import GlooTransport
 from rp_serving.transports.nccl import NcclTransport
 from rp_serving.transports.transport import WeightTransport
 from rp_serving.vllm import VllmServer
-from rp_serving.weights.model import ModelWeights, Piece
+from rp_serving.weights.model import ModelWeights, SentTensors
 
 __version__ = "0.1.0"
 
@@ -28,8 +28,8 @@ __all__ = [
     "ModelWeights",
     "NcclTransport",
     "Outline",
-    "Piece",
     "Sampling",
+    "SentTensors",
     "ServedPolicy",
     "ServerError",
     "ServerFacts",

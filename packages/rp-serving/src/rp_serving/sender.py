@@ -14,7 +14,7 @@ from rp_serving.errors import ServerError, ServerRefused, ServerTimeout, Transfe
 from rp_serving.jobs import begin
 from rp_serving.server import GenerationServer, ServerFacts
 from rp_serving.transports.transport import WeightTransport
-from rp_serving.weights.model import ModelWeights, Piece
+from rp_serving.weights.model import ModelWeights, SentTensors
 
 _LOG = logging.getLogger(__name__)
 # How long the server's own words are waited for when the connection for weights breaks.
@@ -152,7 +152,7 @@ class WeightSender:
         self._transport.abort()
 
 
-def _words_of(piece: Piece) -> str:
+def _words_of(piece: SentTensors) -> str:
     return f"sending {piece.outlines[0].name} and {len(piece.outlines) - 1} others"
 
 

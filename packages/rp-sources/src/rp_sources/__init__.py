@@ -12,14 +12,14 @@ from rp_sources.names import HubName, data_named, is_repository, model_named
 if TYPE_CHECKING:
     from rp_sources.data_sets import fetched_split
     from rp_sources.models import called, fetched, repository_of
-    from rp_sources.sources import Source, Wanted, adapter_in, model_in, source_of
+    from rp_sources.sources import Source, WantedSource, adapter_in, model_in, source_of
     from rp_sources.trained_on import identity_of, is_other, write_beside
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "Source": "sources",
-    "Wanted": "sources",
+    "WantedSource": "sources",
     "adapter_in": "sources",
     "called": "models",
     "fetched": "models",
@@ -35,7 +35,7 @@ _WHERE = {
 __all__ = [
     "HubName",
     "Source",
-    "Wanted",
+    "WantedSource",
     "adapter_in",
     "called",
     "data_named",

@@ -48,10 +48,10 @@ class Asked(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedSource:
     """What is asked for, without options of a command; see `Asked`.
 
-    >>> Wanted(Path("run")).other_base
+    >>> WantedSource(Path("run")).other_base
     False
     """
 

@@ -72,7 +72,7 @@ class PublishFirst:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Nothing, ()
+        return CopiedHook, ()
 
 
 class PublishBeforeCopies(PublishFirst):
@@ -107,7 +107,7 @@ class Replace:
                 state[name] = results[parameter].detach()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Nothing, ()
+        return CopiedHook, ()
 
 
 def _refuse_itself(name: str, value: object, parameter: nn.Parameter) -> None:
@@ -118,7 +118,7 @@ def _refuse_itself(name: str, value: object, parameter: nn.Parameter) -> None:
         )
 
 
-class Nothing:
+class CopiedHook:
     """What a copy of a hook is."""
 
     def __call__(self, *_: object, **__: object) -> None: ...

@@ -14,7 +14,7 @@ from rp_engine.wrapping import unrounded
 from rp_errors import warn_user
 from torch import nn
 
-from rp_stand_in.current import Nothing, is_as_it_is
+from rp_stand_in.current import CopiedHook, is_as_it_is
 
 _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -200,7 +200,7 @@ class _Hook:
         self._narrow = narrow
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Nothing, ()
+        return CopiedHook, ()
 
 
 class _Widen(_Hook):

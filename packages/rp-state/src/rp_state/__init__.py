@@ -14,7 +14,7 @@ from rp_state.layers import LayerState, PinMode
 from rp_state.model_state import ModelState
 from rp_state.modules.habits import Habits
 from rp_state.options import HostOptions, MasterKind
-from rp_state.shards import Owners, Segment, Shards, Undivided
+from rp_state.shards import OwnedSegment, Owners, Shards, Undivided
 
 __version__ = "0.1.0"
 
@@ -32,9 +32,9 @@ __all__ = [
     "LayerState",
     "MasterKind",
     "ModelState",
+    "OwnedSegment",
     "Owners",
     "PinMode",
-    "Segment",
     "Shards",
     "Stale",
     "StepFailed",

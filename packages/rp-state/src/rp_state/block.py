@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 
 import torch
 from rp_optim import write_weights
-from rp_transfer import Backend, Group, Kind, MappedFiles, Piece, Turns
+from rp_transfer import Backend, BlockGroup, Kind, MappedFiles, Piece, Turns
 
 from rp_state.codes.layout import DTYPE, CodedLayout, CodedWeight
 from rp_state.codes.published import Codes, NoCodes, PublishedCodes
@@ -16,8 +16,8 @@ from rp_state.gradient import Gradient
 from rp_state.master import is_split
 from rp_state.memory.form import CodedForm, Form, PlainForm
 from rp_state.memory.host_tensors import HostTensors, OnePiece, Scattered
-from rp_state.modules.sample import NoSample, Sample, Sampling
-from rp_state.shards import Segment
+from rp_state.modules.sample import NoSample, Sample, SamplesWrites
+from rp_state.shards import OwnedSegment
 
 # Of version counters with what they were when the engine looked, which the optimizer's thread compares, too.
 _VERSIONS = threading.Lock()
@@ -47,7 +47,7 @@ class Block:
     def __init__(
         self,
         backend: Backend,
-        group: Group,
+        group: BlockGroup,
         files: MappedFiles,
         memory: torch.Tensor | None = None,
         registration: object = None,
@@ -72,7 +72,7 @@ class Block:
         self.additions = [0] * len(group.tensors)
         self.leaves_early = True
         # Only blocks of trained weights are divided among machines.
-        self.segments: tuple[Segment, ...] = ()
+        self.segments: tuple[OwnedSegment, ...] = ()
         self.host = self._moved_in(files, memory)
         self.results = self.host
         self.seen = [tensor._version for tensor in self.tensors]
@@ -83,7 +83,7 @@ class Block:
         # Those of them that a publication has found.
         self._overtaken: set[int] = set()
         is_trained = group.kind == "trainable"
-        self._sample: Sampling = Sample(self.layout, self.host.memories) if is_trained else NoSample()
+        self._sample: SamplesWrites = Sample(self.layout, self.host.memories) if is_trained else NoSample()
         self.is_staged = not all(map(backend.is_pinned, self.host_tensors()))
 
     def _moved_in(self, files: MappedFiles, memory: torch.Tensor | None) -> HostTensors:

@@ -9,7 +9,7 @@ from rp_optim import GradientPair, add_to_pair
 from rp_transfer import Backend, Conveyor, Layout, Turns
 
 from rp_state.memory.passed_memory import GradientMemory, OwnMemory, PassedMemory
-from rp_state.shards import Segment
+from rp_state.shards import OwnedSegment
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -175,7 +175,7 @@ class Gradient:
         held = [summand for summand in self._summands if summand.written] or self._empty()
         return self._with_zeros(held[0].block)
 
-    def total(self, segment: Segment, part: torch.Tensor) -> torch.Tensor:
+    def total(self, segment: OwnedSegment, part: torch.Tensor) -> torch.Tensor:
         """Return memory for a segment of the sum over machines, at least fp32: in `part` if that is as wide."""
         if part.dtype == sum_dtype(part.dtype):
             return segment.of(part)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from rp_transfer import Backend, Group, Kind, MappedFiles, give_back_freed, group, tensors_of
+from rp_transfer import Backend, BlockGroup, Kind, MappedFiles, give_back_freed, group, tensors_of
 
 from rp_state.block import Block
 from rp_state.frozen.store import FrozenStore
@@ -45,7 +45,7 @@ class LayerState:
 
 # Called with the groups of a model's tensors, and the files that these may lie in, before their blocks are
 # allocated; may raise to prevent that.
-Foresee = Callable[[Sequence[Group], MappedFiles], None]
+Foresee = Callable[[Sequence[BlockGroup], MappedFiles], None]
 
 
 def build_layers(
@@ -83,10 +83,10 @@ def build_layers(
     )
 
 
-def _without(groups: Sequence[Group], kept: Sequence[Block]) -> list[Group]:
+def _without(groups: Sequence[BlockGroup], kept: Sequence[Block]) -> list[BlockGroup]:
     staying = {id(tensor) for block in kept for tensor in block.tensors}
     rest = [(each, tuple(one for one in each.tensors if id(one) not in staying)) for each in groups]
-    return [Group(each.kind, each.users, tensors) for each, tensors in rest if tensors]
+    return [BlockGroup(each.kind, each.users, tensors) for each, tensors in rest if tensors]
 
 
 def _persistent_buffers(modules: Sequence[torch.nn.Module]) -> set[int]:
@@ -102,7 +102,7 @@ def _persistent_buffers(modules: Sequence[torch.nn.Module]) -> set[int]:
 
 def _build_blocks(
     backend: Backend,
-    groups: Sequence[Group],
+    groups: Sequence[BlockGroup],
     pin: PinMode,
     files: MappedFiles,
     store: FrozenStore | None,
@@ -114,8 +114,8 @@ def _build_blocks(
 
 
 def _on_disk(
-    backend: Backend, groups: Sequence[Group], files: MappedFiles, store: FrozenStore | None
-) -> dict[Group, Block]:
+    backend: Backend, groups: Sequence[BlockGroup], files: MappedFiles, store: FrozenStore | None
+) -> dict[BlockGroup, Block]:
     if store is None:
         return {}
     store.reserve([each.tensors for each in groups], files)
@@ -124,13 +124,15 @@ def _on_disk(
     return {each: Block(backend, each, files, on_disk=store.take_in(each.tensors, files)) for each in groups}
 
 
-def _in_memory(backend: Backend, groups: Sequence[Group], pin: PinMode, files: MappedFiles) -> dict[Group, Block]:
+def _in_memory(
+    backend: Backend, groups: Sequence[BlockGroup], pin: PinMode, files: MappedFiles
+) -> dict[BlockGroup, Block]:
     moving = [each for each in groups if moves(each, pin)]
     memories = backend.host_blocks([each.layout for each in moving])
     for tensor in (tensor for each in moving for tensor in each.tensors):
         # Earlier code, such as the observation of the model, may have read the files into memory.
         files.give_back(tensor)
-    moved: dict[Group, Block] = {}
+    moved: dict[BlockGroup, Block] = {}
     # Allocated after the previous block's tensors have moved: only one block's tensors are in memory twice.
     for each, memory in zip(moving, memories, strict=True):
         moved[each] = Block(backend, each, files, memory)
@@ -140,12 +142,12 @@ def _in_memory(backend: Backend, groups: Sequence[Group], pin: PinMode, files: M
     return {each: moved.get(each) or Block(backend, each, files, registration=registration) for each in groups}
 
 
-def goes_to_disk(each: Group | Block) -> bool:
+def goes_to_disk(each: BlockGroup | Block) -> bool:
     """Return whether these tensors are what a `FrozenStore` takes."""
     return each.kind == "frozen"
 
 
-def moves(each: Group, pin: PinMode, *, has_disk: bool = False) -> bool:
+def moves(each: BlockGroup, pin: PinMode, *, has_disk: bool = False) -> bool:
     """Return whether these tensors move into a block in memory rather than stay where they are, or go to disk."""
     if has_disk and goes_to_disk(each):
         return False

@@ -15,10 +15,10 @@ _SMALL_PART = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class OwnedSegment:
     """Neighbouring parameters of a block with one owner: their indices, and their elements in the block.
 
-    >>> Segment(0, range(1), 2, 5).of(torch.arange(8))
+    >>> OwnedSegment(0, range(1), 2, 5).of(torch.arange(8))
     tensor([2, 3, 4])
     """
 
@@ -65,7 +65,7 @@ class Owners(Protocol):
         """Transfer a parameter's owner to the parameter that replaces it."""
         ...
 
-    def segments(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> tuple[Segment, ...]:
+    def segments(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> tuple[OwnedSegment, ...]:
         """Return the parts of a block with one owner each, in order, without the gaps between them."""
         ...
 
@@ -102,7 +102,7 @@ class Undivided:
     def replace(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Both are this machine's."""
 
-    def segments(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> tuple[Segment, ...]:
+    def segments(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> tuple[OwnedSegment, ...]:
         """Return the whole block."""
         return (_segment(0, range(len(tensors)), layout),)
 
@@ -192,7 +192,7 @@ class Shards:
         if old in self._owners:
             self._owners[new] = self._owners.pop(old)
 
-    def segments(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> tuple[Segment, ...]:
+    def segments(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> tuple[OwnedSegment, ...]:
         """Return the parts of a block with one owner each, in order, without the gaps between them."""
         owners = [self._owners[tensor] for tensor in tensors]
         starts = [index for index in range(len(owners)) if index == 0 or owners[index] != owners[index - 1]]
@@ -200,9 +200,9 @@ class Shards:
         return tuple(_segment(owners[run.start], run, layout) for run in runs)
 
 
-def _segment(owner: int, indices: range, layout: Layout) -> Segment:
+def _segment(owner: int, indices: range, layout: Layout) -> OwnedSegment:
     last = layout.extents[indices[-1]]
-    return Segment(owner, indices, layout.extents[indices.start].offset, last.offset + last.numel)
+    return OwnedSegment(owner, indices, layout.extents[indices.start].offset, last.offset + last.numel)
 
 
 def _numel(tensors: Iterable[torch.Tensor]) -> int:

@@ -32,7 +32,7 @@ from rp_transfer.errors import (
     Unordered,
     is_out_of_memory,
 )
-from rp_transfer.memory.blocks import Group, Kind, Layout, TensorExtent, group, inner_tensors, tensors_of
+from rp_transfer.memory.blocks import BlockGroup, Kind, Layout, TensorExtent, group, inner_tensors, tensors_of
 from rp_transfer.memory.files import FileRange, GivingBack, MappedFiles, is_written
 from rp_transfer.memory.given_limit import current_limit, parse_bytes
 from rp_transfer.memory.limits import HostLimit, host_limits, resident_bytes, tightest
@@ -40,7 +40,7 @@ from rp_transfer.memory.pages import give_back_freed
 from rp_transfer.memory.raw import bytes_of
 from rp_transfer.memory.strides import Strides, gaps, in_order, laid_out, strided
 from rp_transfer.order.conveyor import Conveyor
-from rp_transfer.order.read_ahead import Expected, Piece, Reading, Source
+from rp_transfer.order.read_ahead import ByteSource, Expected, Piece, Reading
 from rp_transfer.order.retain import Retainer
 from rp_transfer.order.turns import Ticket, Turns
 from rp_transfer.select import default_devices, local_processes, open_backend, parse_devices
@@ -51,6 +51,8 @@ __all__ = [
     "Abilities",
     "Backend",
     "BackendUnavailable",
+    "BlockGroup",
+    "ByteSource",
     "Capture",
     "Closed",
     "Conveyor",
@@ -63,7 +65,6 @@ __all__ = [
     "GivingBack",
     "Graph",
     "GraphPool",
-    "Group",
     "HostLimit",
     "HostUse",
     "Kind",
@@ -76,7 +77,6 @@ __all__ = [
     "PinningWarning",
     "Reading",
     "Retainer",
-    "Source",
     "Stream",
     "Strides",
     "TensorExtent",

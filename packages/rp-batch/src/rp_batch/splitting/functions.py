@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, cast
 
 from rp_batch.errors import SizeError, SplitError
 from rp_batch.spec import Parts
-from rp_batch.splitting.infer import Subject, decide
+from rp_batch.splitting.infer import SplitSubject, decide
 
 __all__ = ["split_call", "split_tree"]
 
@@ -91,7 +91,7 @@ def _not_calls(found: str) -> SplitError:
 def _inferred_sizes(calls: list[Call]) -> tuple[int, ...] | None:
     """Return the batch size of each part, inferred from its tensors; None if any cannot be inferred."""
     try:
-        sizes = [decide(Subject.call(*call), None, batch_size=None).batch_size for call in calls]
+        sizes = [decide(SplitSubject.call(*call), None, batch_size=None).batch_size for call in calls]
     except SizeError:
         return None
     return None if None in sizes else tuple(cast("list[int]", sizes))

@@ -74,7 +74,7 @@ def infer(
     broadcast. `batch_size`, and `spec` for the leaves it covers, take precedence over both rules.
     """
     _check_args(args)
-    subject = Subject.call(args, dict(kwargs or {}))
+    subject = SplitSubject.call(args, dict(kwargs or {}))
     decided = decide(subject, spec, batch_size=batch_size)
     reasons = dict(zip(subject.paths(), decided.reasons, strict=True))
     return Inferred(tree.unflatten(subject.treedef, decided.rules), decided.batch_size, reasons)
@@ -88,7 +88,7 @@ def _check_args(args: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class SplitSubject:
     """A flattened tree to split.
 
     `leading`: the leading dimension of each leaf, None if it has none. `positional`: how many leaves, from the
@@ -104,10 +104,10 @@ class Subject:
     roots: tuple[str, ...]
 
     @staticmethod
-    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitSubject:
         """Flatten the arguments of a call."""
         leaves, treedef = tree.flatten_named((args, kwargs), "args", "kwargs")
-        return Subject(
+        return SplitSubject(
             (args, kwargs),
             leaves,
             list(map(_leading, leaves)),
@@ -117,10 +117,10 @@ class Subject:
         )
 
     @staticmethod
-    def named(value: Any, name: str) -> Subject:
+    def named(value: Any, name: str) -> SplitSubject:
         """Flatten any tree. All its leaves count as positional."""
         leaves, treedef = tree.flatten_named(value, name)
-        return Subject(value, leaves, list(map(_leading, leaves)), treedef, len(leaves), (name,))
+        return SplitSubject(value, leaves, list(map(_leading, leaves)), treedef, len(leaves), (name,))
 
     def paths(self) -> list[str]:
         """Return the path of each leaf, as the caller would write it in Python."""
@@ -168,7 +168,7 @@ class Apart:
     sizes: tuple[int, ...] | None = None
 
 
-def decide(subject: Subject, spec: Any, *, batch_size: int | None) -> Decided:
+def decide(subject: SplitSubject, spec: Any, *, batch_size: int | None) -> Decided:
     """Choose the rule of each leaf: the rule of its spec, or else the default rule."""
     rules = subject.place(spec)
     batch = _Batch(subject, batch_size)
@@ -183,7 +183,7 @@ def decide(subject: Subject, spec: Any, *, batch_size: int | None) -> Decided:
 class _Batch:
     """The batch size of a tree, once known, and the leaf that set it."""
 
-    def __init__(self, subject: Subject, size: int | None) -> None:
+    def __init__(self, subject: SplitSubject, size: int | None) -> None:
         self.subject = subject
         self.size = read_batch_size(size)
         self._source: int | None = None
@@ -214,7 +214,7 @@ class _Batch:
 # --- leaves that are Parts ------------------------------------------------------------------------------------
 
 
-def _read_parts(subject: Subject, rules: Rules, batch: _Batch) -> Apart:
+def _read_parts(subject: SplitSubject, rules: Rules, batch: _Batch) -> Apart:
     """Read the number of parts, and their sizes if known, from leaves of type `Parts`."""
     apart = Apart()
     for index, value in enumerate(subject.leaves):
@@ -230,7 +230,7 @@ def _read_parts(subject: Subject, rules: Rules, batch: _Batch) -> Apart:
     return apart
 
 
-def _agreed(apart: Apart, parts: Parts[Any], subject: Subject, index: int, batch: _Batch) -> Apart:
+def _agreed(apart: Apart, parts: Parts[Any], subject: SplitSubject, index: int, batch: _Batch) -> Apart:
     sizes = sizes_of(parts)
     found = Apart(len(parts), apart.sizes if sizes is None else sizes)
     if apart.count not in (None, found.count) or apart.sizes not in (None, found.sizes) or not parts:
@@ -263,14 +263,14 @@ def _size_of(part: Any) -> int | None:
 # --- leaves that the spec splits --------------------------------------------------------------------------------
 
 
-def _measure(subject: Subject, rules: Rules, batch: _Batch) -> None:
+def _measure(subject: SplitSubject, rules: Rules, batch: _Batch) -> None:
     """Set the batch size from the leaves that the spec splits."""
     for index, rule in enumerate(rules):
         if isinstance(rule, Split | Ragged):
             batch.agree(_length(subject, rule, index), index)
 
 
-def _length(subject: Subject, rule: Split | Ragged, index: int) -> int:
+def _length(subject: SplitSubject, rule: Split | Ragged, index: int) -> int:
     """Return the number of samples in a leaf."""
     value = subject.leaves[index]
     if not (isinstance(value, torch.Tensor) or is_array(value)):
@@ -295,7 +295,7 @@ def _length(subject: Subject, rule: Split | Ragged, index: int) -> int:
     return entries // rule.factor
 
 
-def _checked_counts(subject: Subject, rule: Ragged, index: int, entries: int) -> int:
+def _checked_counts(subject: SplitSubject, rule: Ragged, index: int, entries: int) -> int:
     if sum(rule.counts) != entries:
         raise SizeError(
             subject.paths()[index],
@@ -308,7 +308,7 @@ def _checked_counts(subject: Subject, rule: Ragged, index: int, entries: int) ->
 # --- the default rules ------------------------------------------------------------------------------------------
 
 
-def _vote(subject: Subject, rules: Rules, batch: _Batch) -> None:
+def _vote(subject: SplitSubject, rules: Rules, batch: _Batch) -> None:
     """Infer the batch size from tensors without a spec: positional ones, or keyword ones if there are none."""
     sizes = {size for rule, size in zip(rules, subject.leading, strict=True) if rule is None} - {None}
     if len(sizes) == 1:  # the common case: all agree
@@ -332,7 +332,7 @@ def _agree_all(leading: Mapping[int, int], batch: _Batch) -> None:
         batch.agree(size, index)
 
 
-def _most_shared(subject: Subject, leading: Mapping[int, int]) -> int:
+def _most_shared(subject: SplitSubject, leading: Mapping[int, int]) -> int:
     votes = Counter(leading.values())
     ones = votes.pop(1, 0)
     if not votes:
@@ -348,12 +348,12 @@ def _most_shared(subject: Subject, leading: Mapping[int, int]) -> int:
     return size
 
 
-def _is_inside(subject: Subject, leading: Mapping[int, int], size: int, *, first: int) -> bool:
+def _is_inside(subject: SplitSubject, leading: Mapping[int, int], size: int, *, first: int) -> bool:
     """Return whether a tensor with the leading dimension `first` has another dimension of this size."""
     return any(size in _shape(subject.leaves[index])[1:] for index in leading if leading[index] == first)
 
 
-def _tie(subject: Subject, leading: Mapping[int, int], size: int, other: int) -> SizeError:
+def _tie(subject: SplitSubject, leading: Mapping[int, int], size: int, other: int) -> SizeError:
     paths = subject.paths()
     first, second = (next(index for index in leading if leading[index] == found) for found in (size, other))
     shape, other_shape = (tuple(_shape(subject.leaves[index])) for index in (first, second))

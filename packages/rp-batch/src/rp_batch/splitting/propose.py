@@ -13,7 +13,7 @@ from rp_batch import tree
 from rp_batch.arrays import has_dimensions
 from rp_batch.errors import SizeError
 from rp_batch.spec import Replicate, Split
-from rp_batch.splitting.infer import Subject, decide
+from rp_batch.splitting.infer import SplitSubject, decide
 
 __all__ = ["Proposal", "Proposals", "Way", "propose"]
 
@@ -86,7 +86,7 @@ def propose(
     may hold the batch in its first or second dimension, or a multiple of it in the first one, as where heads are
     folded into it.
     """
-    subject = Subject.call(args, dict(kwargs or {}))
+    subject = SplitSubject.call(args, dict(kwargs or {}))
     shapes = [_shape(leaf) for leaf in subject.leaves]
     first = next((index for index, shape in enumerate(shapes) if shape), None)
     sizes = {} if first is None else _batch_sizes(subject, shapes[first], likely)
@@ -95,7 +95,7 @@ def propose(
     return Proposals((subject.treedef, tuple(codes)), tuple(islice(found, _MOST_PROPOSALS)))
 
 
-def _batch_sizes(subject: Subject, first: Shape, likely: int | None) -> dict[Any, int]:
+def _batch_sizes(subject: SplitSubject, first: Shape, likely: int | None) -> dict[Any, int]:
     """Return the sizes that may be the batch's, by their source; each size once, none below two."""
     if likely == 1:
         return {}
@@ -112,7 +112,7 @@ def _batch_sizes(subject: Subject, first: Shape, likely: int | None) -> dict[Any
     return sizes
 
 
-def _inferred(subject: Subject) -> int | None:
+def _inferred(subject: SplitSubject) -> int | None:
     try:
         return decide(subject, None, batch_size=None).batch_size
     except SizeError:
@@ -120,7 +120,7 @@ def _inferred(subject: Subject) -> int | None:
 
 
 def _distinct(
-    subject: Subject, shapes: Sequence[Shape], first: int, sizes: Mapping[Any, int]
+    subject: SplitSubject, shapes: Sequence[Shape], first: int, sizes: Mapping[Any, int]
 ) -> Iterator[Proposal]:
     seen: set[tuple[Split | Replicate, ...]] = set()
     for source, size in sizes.items():

@@ -15,7 +15,7 @@ from rp_batch.errors import FewerParts, SizeError, SplitError
 from rp_batch.sizes import part_sizes, read_sizes
 from rp_batch.spec import Parts, Ragged, Split, SplitRule, is_function
 from rp_batch.splitting.functions import split_call, split_tree
-from rp_batch.splitting.infer import Decided, Subject, decide
+from rp_batch.splitting.infer import Decided, SplitSubject, decide
 from rp_batch.splitting.whole import refuse_indivisible
 
 __all__ = ["split"]
@@ -70,7 +70,7 @@ def split(
     name = name or ("label" if exact else "tree")
     if is_function(spec):
         return _by_function(spec, value, parts, sizes, is_call=is_call, name=name)
-    subject = Subject.call(*value) if is_call else Subject.named(value, name)
+    subject = SplitSubject.call(*value) if is_call else SplitSubject.named(value, name)
     if parts == 1 and spec is None and not any(isinstance(leaf, Parts) for leaf in subject.leaves):
         return Parts([value], sizes=sizes or _whole_size(subject, batch_size))
     decided = decide(subject, spec, batch_size=batch_size)
@@ -80,7 +80,7 @@ def split(
     return Parts(_cut(subject, decided.rules, chosen), sizes=None if decided.batch_size is None else chosen)
 
 
-def _whole_size(subject: Subject, batch_size: int | None) -> tuple[int] | None:
+def _whole_size(subject: SplitSubject, batch_size: int | None) -> tuple[int] | None:
     """Return the size of the only part; None if the tensors do not agree on it, or have none."""
     if batch_size is None:
         try:
@@ -129,7 +129,7 @@ def _is_call(value: Any) -> bool:
 
 
 def _choose(
-    subject: Subject, decided: Decided, parts: int, sizes: Sequence[int] | None, *, exact: bool
+    subject: SplitSubject, decided: Decided, parts: int, sizes: Sequence[int] | None, *, exact: bool
 ) -> tuple[int, ...]:
     """Return the sizes of the parts. Leaves of type `Parts` take precedence over the number requested."""
     batch_size, apart = decided.batch_size, decided.apart
@@ -153,7 +153,7 @@ def _count(batch_size: int | None, parts: int, *, exact: bool) -> int:
 
 
 def _indivisible(
-    subject: Subject, parts: int, wanted: tuple[int, ...] | None, chosen: tuple[int, ...]
+    subject: SplitSubject, parts: int, wanted: tuple[int, ...] | None, chosen: tuple[int, ...]
 ) -> SizeError:
     of_sizes = "" if wanted is None else f" of sizes {wanted}"
     return SizeError(
@@ -176,7 +176,7 @@ def _warn(batch_size: int | None, parts: int, fewer: int) -> None:
 # --- cutting ----------------------------------------------------------------------------------------------------
 
 
-def _cut(subject: Subject, rules: list[SplitRule], sizes: tuple[int, ...]) -> list[Any]:
+def _cut(subject: SplitSubject, rules: list[SplitRule], sizes: tuple[int, ...]) -> list[Any]:
     # A tensor that two leaves share is shared in every part as well.
     views: dict[tuple[int, Split | Ragged], Sequence[Any]] = {}
     columns: list[Sequence[Any]] = []
@@ -193,7 +193,7 @@ def _cut(subject: Subject, rules: list[SplitRule], sizes: tuple[int, ...]) -> li
     return [tree.unflatten(subject.treedef, row) for row in rows]
 
 
-def _cut_leaf(subject: Subject, index: int, rule: Split | Ragged, sizes: tuple[int, ...]) -> Sequence[Any]:
+def _cut_leaf(subject: SplitSubject, index: int, rule: Split | Ragged, sizes: tuple[int, ...]) -> Sequence[Any]:
     if isinstance(rule, Ragged):
         bounds = accumulate(sizes, initial=0)
         places = [slice(start, stop) for start, stop in pairwise(bounds)]
@@ -206,7 +206,7 @@ def _cut_leaf(subject: Subject, index: int, rule: Split | Ragged, sizes: tuple[i
     return _views(subject, index, rule.dim, [size * rule.factor for size in sizes])
 
 
-def _views(subject: Subject, index: int, dim: int, lengths: list[int]) -> Sequence[Any]:
+def _views(subject: SplitSubject, index: int, dim: int, lengths: list[int]) -> Sequence[Any]:
     value: Any = subject.leaves[index]
     if is_array(value):
         return split_array(value, lengths, dim)

@@ -10,7 +10,7 @@ from rp_batch import tree
 from rp_batch.arrays import has_dimensions
 from rp_batch.errors import SplitError
 from rp_batch.hidden import is_plain, tensors_inside
-from rp_batch.splitting.infer import Decided, Subject, Why
+from rp_batch.splitting.infer import Decided, SplitSubject, Why
 
 __all__ = ["refuse_indivisible"]
 
@@ -18,7 +18,7 @@ __all__ = ["refuse_indivisible"]
 _WITHOUT_ROWS = (str, bytes, bytearray, memoryview, torch.Size, type, set, frozenset)
 
 
-def refuse_indivisible(subject: Subject, decided: Decided) -> None:
+def refuse_indivisible(subject: SplitSubject, decided: Decided) -> None:
     """Raise `SplitError` for a leaf without a spec that has a length, or a tensor of the batch inside."""
     for index, (value, why) in enumerate(zip(subject.leaves, decided.reasons, strict=True)):
         if why is not Why.OBJECT or is_plain(value) or tree.is_marked(value):

@@ -74,7 +74,7 @@ class FoundSplit:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class SplitTrial:
     """One call, to be tried in several ways of splitting it; nothing of that is seen outside.
 
     `arguments`: the pair (args, kwargs) of the call. `address`: makes the engine's arguments from those of each
@@ -148,7 +148,7 @@ class Trial:
         """Return whether it computes so little that all rows can be compared."""
         return sum(one.numel() for one in self._inputs()) * sum(one.numel() for one in self._weights()) < _SMALL
 
-    def wide(self, dtype: torch.dtype) -> Trial:
+    def wide(self, dtype: torch.dtype) -> SplitTrial:
         """Return the same call in a wider dtype."""
         arguments = rp_batch.map_leaves(lambda leaf: widened(leaf, dtype), self.arguments)
         return replace(self, arguments=arguments, widening=Widening(dtype))
@@ -210,7 +210,7 @@ class _Round:
     `is_as_called`: this is the mode in which the caller has them.
     """
 
-    def __init__(self, trial: Trial, set_back: Callable[[], None], *, is_as_called: bool) -> None:
+    def __init__(self, trial: SplitTrial, set_back: Callable[[], None], *, is_as_called: bool) -> None:
         self._trial = trial
         self._set_back = set_back
         self._is_as_called = is_as_called
@@ -222,7 +222,7 @@ class _Round:
         self._wide: _Round | None = None
 
     def first_that_fits(self, proposals: Sequence[rp_batch.Proposal], count: int) -> FoundSplit | str:
-        """See `Trial.first_that_fits`."""
+        """See `SplitTrial.first_that_fits`."""
         reasons: list[str] = []
         undecided: list[_Undecided] = []
         for proposal in proposals:

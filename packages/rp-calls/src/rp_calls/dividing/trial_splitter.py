@@ -15,7 +15,7 @@ from torch import nn
 
 from rp_calls.dividing.decisions import SplitDecision, SplitDecisions, refuse_shared
 from rp_calls.dividing.rows import rows_at_end
-from rp_calls.dividing.trial import Fit, FoundSplit, Trial
+from rp_calls.dividing.trial import Fit, FoundSplit, SplitTrial
 from rp_calls.microbatching import in_one_piece, num_microbatches
 
 
@@ -40,7 +40,7 @@ class CallToSplit:
 
 @dataclass(frozen=True, slots=True)
 class TrialPolicy:
-    """How the models of one sort are tried. `view`, `is_brief`: see `Trial`.
+    """How the models of one sort are tried. `view`, `is_brief`: see `SplitTrial`.
 
     `advice`: what their users can do about a call that is not split.
     """
@@ -163,7 +163,7 @@ class TrialSplitter:
     def _attempt(
         self, asked: CallToSplit, count: int, proposals: Sequence[rp_batch.Proposal], *, is_shared: bool
     ) -> FoundSplit | str:
-        trial = Trial(
+        trial = SplitTrial(
             self._engine,
             self._runtime,
             self._modules,

@@ -50,7 +50,7 @@ _SAMPLED = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSource:
     """A tensor to write. `read`: returns it, in this shape and any dtype; called when it is written.
 
     `read_part`: if given, returns the elements [start, stop) only, flat, in `dtype`.
@@ -85,24 +85,24 @@ class Source:
             yield read(start, min(start + count, size)).contiguous().view(torch.uint8)
 
 
-def source_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Source:
+def source_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSource:
     """Return the source that writes this tensor, cast to `dtype` if that is given.
 
     >>> source = source_of("w", torch.ones(3), torch.bfloat16)
     >>> source.nbytes, [len(piece) for piece in source.pieces()]
     (6, [6])
     """
-    return Source(name, dtype or tensor.dtype, tuple(tensor.shape), lambda: tensor)
+    return TensorSource(name, dtype or tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
 
-def deferred_source(name: str, tensor: Deferred) -> Source:
+def deferred_source(name: str, tensor: Deferred) -> TensorSource:
     """Return the source that reads this tensor part by part while it is written."""
-    return Source(name, tensor.dtype, tensor.shape, tensor.read, tensor.read_part)
+    return TensorSource(name, tensor.dtype, tensor.shape, tensor.read, tensor.read_part)
 
 
 def sources_of_converted(
     results: Mapping[str, torch.Tensor], convert: Callable[[], Mapping[str, torch.Tensor]]
-) -> list[Source]:
+) -> list[TensorSource]:
     """Return sources that are converted together when the first is read; reading the last frees the memory.
 
     `results`: what `convert` returns, by name, on the meta device.
@@ -123,10 +123,12 @@ def sources_of_converted(
             converted.clear()
         return result
 
-    return [Source(name, meta.dtype, tuple(meta.shape), partial(read, name)) for name, meta in results.items()]
+    return [
+        TensorSource(name, meta.dtype, tuple(meta.shape), partial(read, name)) for name, meta in results.items()
+    ]
 
 
-def header(sources: Sequence[Source], metadata: Mapping[str, str]) -> bytes:
+def header(sources: Sequence[TensorSource], metadata: Mapping[str, str]) -> bytes:
     """Return the header of a file: the bytes before those of the tensors.
 
     Raises `CheckpointError` for a dtype that the format lacks.

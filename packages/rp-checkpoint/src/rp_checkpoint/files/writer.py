@@ -14,7 +14,7 @@ import torch
 from rp_optim.jobs import Outcome, Worker, wait_for_all
 
 from rp_checkpoint.files.manifest import Checksum, digest
-from rp_checkpoint.files.tensor_file import STRIDE_BYTES, Source, header, memory_of
+from rp_checkpoint.files.tensor_file import STRIDE_BYTES, TensorSource, header, memory_of
 
 _LOG = logging.getLogger(__name__)
 _THREADS = 4
@@ -55,7 +55,7 @@ class _OneFile:
         return Checksum(self.nbytes, tuple(self.strides[offset] for offset in sorted(self.strides)))
 
 
-class Writer:
+class FileWriter:
     """Copies tensors into a buffer, from which its threads write files.
 
     `buffer_bytes`: the largest size of the buffer. `waited_s`: seconds that `write` has waited for the disk,
@@ -64,7 +64,7 @@ class Writer:
     >>> from tempfile import TemporaryDirectory
     >>> from rp_checkpoint.files.tensor_file import source_of
     >>> with TemporaryDirectory() as folder:
-    ...     writer = Writer(Path(folder), buffer_bytes=1 << 20)
+    ...     writer = FileWriter(Path(folder), buffer_bytes=1 << 20)
     ...     writer.write("a.safetensors", [source_of("w", torch.ones(2))], {})
     ...     sums = writer.finish()
     >>> list(sums), writer.nbytes
@@ -89,7 +89,7 @@ class Writer:
         for worker in self._workers:
             worker.submit(_nothing)
 
-    def write(self, name: str, sources: Sequence[Source], metadata: Mapping[str, str]) -> None:
+    def write(self, name: str, sources: Sequence[TensorSource], metadata: Mapping[str, str]) -> None:
         """Copy these tensors to the buffer for a new file. They may change when this returns.
 
         Raises the first error of the writing threads.

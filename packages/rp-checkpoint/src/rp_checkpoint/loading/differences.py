@@ -72,7 +72,7 @@ def refuse_other_counts(
         raise CheckpointMismatch(f"{opened.path} has no scaler, but one was given; load it without")
 
 
-def note_left_out(opened: Opened, schedulers: tuple[Any, ...], scaler: Any, notes: Notes) -> None:
+def note_left_out(opened: Opened, schedulers: tuple[Any, ...], scaler: Any, notes: FitNotes) -> None:
     """Note a scaler and schedulers that were saved, and are not loaded since none were given."""
     if opened.description["schedulers"] and not schedulers:
         notes.add("the schedulers that were saved are not loaded; give schedulers=... to go on with their rates")
@@ -80,7 +80,7 @@ def note_left_out(opened: Opened, schedulers: tuple[Any, ...], scaler: Any, note
         notes.add("the scaler that was saved is not loaded; give scaler=... to go on with its scale")
 
 
-class Notes:
+class FitNotes:
     """Notes of what was changed to fit: each kind of change once, with the first tensor's name."""
 
     def __init__(self) -> None:

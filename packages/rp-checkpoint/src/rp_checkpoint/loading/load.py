@@ -14,7 +14,7 @@ from rp_engine.context import lasting
 from rp_sched import Plan
 
 from rp_checkpoint.loading.differences import (
-    Notes,
+    FitNotes,
     note_left_out,
     refuse_other_counts,
     refuse_other_model,
@@ -26,7 +26,7 @@ from rp_checkpoint.model.facts import decoded_plan
 from rp_checkpoint.model.layout import CheckpointLayout
 from rp_checkpoint.model.saveable import Saveable, check_saveable
 from rp_checkpoint.random_state import restore_random_states
-from rp_checkpoint.training import Training
+from rp_checkpoint.training import TrainingObjects
 
 # The name of this operation in messages between machines.
 _LOADING = "loading a checkpoint"
@@ -93,9 +93,9 @@ def load_checkpoint(
     state is loaded.
     """
     check_saveable(model)
-    training = Training.checked(optimizer, scaler, schedulers)
+    training = TrainingObjects.checked(optimizer, scaler, schedulers)
     optimizers = training.optimizers
-    notes = Notes()
+    notes = FitNotes()
     layout = model.checkpoint_layout()
     opened = _opened_by_all(Path(os.path.abspath(path)), model, _Wanted(layout, training))
     with model.runtime.launching(), lasting(), torch.no_grad():
@@ -123,7 +123,7 @@ class _Wanted:
     """The objects that a checkpoint is loaded into."""
 
     layout: CheckpointLayout
-    training: Training
+    training: TrainingObjects
 
     def open(self, path: Path) -> Opened:
         """Open a checkpoint; raise if it does not fit."""
@@ -194,7 +194,7 @@ def _parts(opened: Opened) -> dict[str, dict[str, Any]]:
     return cast("dict[str, dict[str, Any]]", opened.value("facts")["model"]["parts"])
 
 
-def _loaded(opened: Opened, notes: Notes) -> LoadedCheckpoint:
+def _loaded(opened: Opened, notes: FitNotes) -> LoadedCheckpoint:
     facts, parts = opened.value("facts"), _parts(opened)
     return LoadedCheckpoint(
         path=opened.path,

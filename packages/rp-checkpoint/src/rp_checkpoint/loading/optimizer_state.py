@@ -11,7 +11,7 @@ from rp_optim.kernels.kept import SCALES, has_codes
 
 from rp_checkpoint.errors import CheckpointMismatch
 from rp_checkpoint.files.values import Tensor
-from rp_checkpoint.loading.differences import Notes, first_of, refuse_other_names
+from rp_checkpoint.loading.differences import FitNotes, first_of, refuse_other_names
 from rp_checkpoint.loading.opened import Opened
 
 # The dtypes of optimizer state in 8 bits.
@@ -77,7 +77,7 @@ class Matched:
     def _saved_names(self) -> list[str]:
         return [name for group in self._groups for name in group["params"]]
 
-    def load(self, notes: Notes) -> None:
+    def load(self, notes: FitNotes) -> None:
         """Load the state."""
         place = {name: at for at, name in enumerate(self._names)}
         groups = [
@@ -99,7 +99,7 @@ class Matched:
         kind = self._optimizer.state_kind if isinstance(self._optimizer, HostOptimizer) else "fp32"
         return {"fp32": str(master.dtype), "bf16": "torch.bfloat16", "8bit": "8 bits"}[kind]
 
-    def _note_dtypes(self, state: Mapping[int, Any], notes: Notes) -> None:
+    def _note_dtypes(self, state: Mapping[int, Any], notes: FitNotes) -> None:
         for at, values in state.items():
             master = self._parameters[at]
             now = self._kept_as(master)

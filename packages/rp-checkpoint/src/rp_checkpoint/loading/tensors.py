@@ -7,7 +7,7 @@ from rp_engine.saving import ModelTensor, is_split
 from rp_optim import SplitMaster
 
 from rp_checkpoint.files.tensor_file import sample
-from rp_checkpoint.loading.differences import Notes
+from rp_checkpoint.loading.differences import FitNotes
 from rp_checkpoint.loading.opened import Opened
 
 
@@ -17,7 +17,7 @@ def master_of(held: ModelTensor | None) -> torch.nn.Parameter | None:
 
 
 def load_tensor(
-    opened: Opened, name: str, tensor: torch.Tensor, held: ModelTensor | None, notes: Notes, *, is_behind: bool
+    opened: Opened, name: str, tensor: torch.Tensor, held: ModelTensor | None, notes: FitNotes, *, is_behind: bool
 ) -> None:
     """Load a parameter or buffer, and its master where it trains now.
 
@@ -37,7 +37,7 @@ def load_tensor(
         _load_master(opened, name, held, held.master, notes, is_behind=is_behind)
 
 
-def _load_frozen(opened: Opened, name: str, value: torch.Tensor, notes: Notes, *, is_behind: bool) -> None:
+def _load_frozen(opened: Opened, name: str, value: torch.Tensor, notes: FitNotes, *, is_behind: bool) -> None:
     entry = opened.description["tensors"][name]
     master = entry.get("master")
     # The last result, even if an asynchronous step had not published it yet.
@@ -48,7 +48,7 @@ def _load_frozen(opened: Opened, name: str, value: torch.Tensor, notes: Notes, *
 
 
 def _load_master(
-    opened: Opened, name: str, held: ModelTensor, here: torch.nn.Parameter, notes: Notes, *, is_behind: bool
+    opened: Opened, name: str, held: ModelTensor, here: torch.nn.Parameter, notes: FitNotes, *, is_behind: bool
 ) -> None:
     """Load the master `here` of a parameter whose published value is loaded."""
     entry, value = opened.description["tensors"][name], held.value

@@ -11,7 +11,7 @@ from torch import nn
 
 from rp_checkpoint.model.facts import ModelFacts, class_name
 from rp_checkpoint.model.layout import CheckpointLayout, layout_of
-from rp_checkpoint.model.saveable import Whole
+from rp_checkpoint.model.saveable import SaveableModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class PlainModel:
     """A `Saveable` for whoever drives rp-engine without a wrapper. `module`: its parameters are the engine's."""
 
     runtime: Runtime
-    whole: Whole
+    whole: SaveableModel
     module: nn.Module
 
     def checkpoint_layout(self) -> CheckpointLayout:

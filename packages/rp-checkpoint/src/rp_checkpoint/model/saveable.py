@@ -13,7 +13,7 @@ from rp_checkpoint.model.facts import ModelFacts
 from rp_checkpoint.model.layout import CheckpointLayout
 
 
-class Places(Protocol):
+class LoadPlaces(Protocol):
     """The places that a checkpoint is loaded into, while the caller holds the launch lock.
 
     Call `begin`, `refuse_training`, write weights and masters, then `end`. `is_behind`: see `ModelBetweenSteps`.
@@ -32,11 +32,11 @@ class Places(Protocol):
         ...
 
 
-class Whole(Protocol):
+class SaveableModel(Protocol):
     """A whole model between two steps, as `rp_engine.WholeModel` has it."""
 
     @property
-    def restoring(self) -> Places:
+    def restoring(self) -> LoadPlaces:
         """The places that a checkpoint is loaded into."""
         ...
 
@@ -57,7 +57,7 @@ class Saveable(Protocol):
         ...
 
     @property
-    def whole(self) -> Whole:
+    def whole(self) -> SaveableModel:
         """Its weights, masters and buffers between two steps."""
         ...
 

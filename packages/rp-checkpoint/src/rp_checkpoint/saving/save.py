@@ -13,7 +13,7 @@ import torch
 
 from rp_checkpoint.model.saveable import Saveable, check_saveable
 from rp_checkpoint.saving.saving import SavingCheckpoint
-from rp_checkpoint.training import Training
+from rp_checkpoint.training import TrainingObjects
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 Schedulers = Any
@@ -105,7 +105,7 @@ def prepared(
     target = _checked(path, model, step, buffer_bytes, shard_bytes)
     number = None if metric is None else _number(metric)
     facts = {"step": step, "data": data, "metric": number, "model": model.checkpoint_facts().encoded()}
-    training = replace(Training.checked(optimizer, scaler, schedulers), facts=facts)
+    training = replace(TrainingObjects.checked(optimizer, scaler, schedulers), facts=facts)
     saving = SavingCheckpoint(target, step)
     return saving, partial(saving.begin, model, training, buffer_bytes, shard_bytes)
 

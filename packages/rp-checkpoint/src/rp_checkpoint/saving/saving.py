@@ -21,12 +21,12 @@ from rp_optim.jobs import Outcome, Worker
 from rp_checkpoint.errors import CheckpointError, CheckpointWarning
 from rp_checkpoint.files.disk import new_folder_for, put_in_place, sync_tree, write_durably
 from rp_checkpoint.files.manifest import DESCRIPTION, OWN, Checksum, seal
-from rp_checkpoint.files.writer import Writer
+from rp_checkpoint.files.writer import FileWriter
 from rp_checkpoint.model.layout import CheckpointLayout
 from rp_checkpoint.model.saveable import Saveable
 from rp_checkpoint.saving.shared import SharedCheckpoint
 from rp_checkpoint.saving.snapshot import Snapshot
-from rp_checkpoint.training import Training
+from rp_checkpoint.training import TrainingObjects
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,13 +53,13 @@ class SavingCheckpoint:
         self._snapshot: Snapshot | None = None
         self._layout: CheckpointLayout | None = None
         self._made: Path | None = None
-        self._writer: Writer | None = None
+        self._writer: FileWriter | None = None
         self._error: BaseException | None = None
         self._is_refused = False
         self._finisher = Worker("roundpipe-checkpoint")
         self._waited_s = 0.0
 
-    def begin(self, model: Saveable, training: Training, buffer_bytes: int, shard_bytes: int) -> None:
+    def begin(self, model: Saveable, training: TrainingObjects, buffer_bytes: int, shard_bytes: int) -> None:
         """Queue the checkpoint, and wait until all small values have been read."""
         self._layout = model.checkpoint_layout()
         peers = model.runtime.peers
@@ -123,7 +123,7 @@ class SavingCheckpoint:
                 self._outcome.carry_out()
             self._small.carry_out()
 
-    def _create(self, buffer_bytes: int) -> Writer:
+    def _create(self, buffer_bytes: int) -> FileWriter:
         """Create the folder, or learn which the first machine has created, and open the writer."""
         shared = self._shared
         if shared.is_first:
@@ -134,7 +134,7 @@ class SavingCheckpoint:
             if self._layout.write_configuration is not None:
                 self._layout.write_configuration(self._made)
         self._made, self.path = shared.agree_on_folder(self._made, self.path)
-        writer = self._writer = Writer(self._made, buffer_bytes)
+        writer = self._writer = FileWriter(self._made, buffer_bytes)
         writer.start()
         return writer
 

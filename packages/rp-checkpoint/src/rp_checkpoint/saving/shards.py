@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rp_checkpoint.files.tensor_file import Source
+from rp_checkpoint.files.tensor_file import TensorSource
 
 
 def index_of(shards: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, Any]:
@@ -16,9 +16,9 @@ def index_of(shards: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, Any]:
     }
 
 
-def divided(sources: Sequence[Source], shard_bytes: int) -> list[list[Source]]:
+def divided(sources: Sequence[TensorSource], shard_bytes: int) -> list[list[TensorSource]]:
     """Divide sources, in order, into lists of at most `shard_bytes`, or of one source."""
-    shards: list[list[Source]] = [[]]
+    shards: list[list[TensorSource]] = [[]]
     size = 0
     for source in sources:
         if shards[-1] and size + source.nbytes > shard_bytes:

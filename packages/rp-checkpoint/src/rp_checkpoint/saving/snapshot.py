@@ -14,15 +14,15 @@ from rp_optim.host import HostOptimizer
 
 from rp_checkpoint.errors import CheckpointError
 from rp_checkpoint.files.manifest import FORMAT, OWN
-from rp_checkpoint.files.tensor_file import Source, deferred_source, sample, source_of, sources_of_converted
+from rp_checkpoint.files.tensor_file import TensorSource, deferred_source, sample, source_of, sources_of_converted
 from rp_checkpoint.files.values import Tensor, encode
-from rp_checkpoint.files.writer import Writer
+from rp_checkpoint.files.writer import FileWriter
 from rp_checkpoint.model.facts import class_name
 from rp_checkpoint.model.layout import CheckpointLayout, Conversion
 from rp_checkpoint.random_state import random_states
 from rp_checkpoint.saving.shards import divided, file_name, index_of
 from rp_checkpoint.saving.shared import SharedCheckpoint, numbered
-from rp_checkpoint.training import Training, scaler_state
+from rp_checkpoint.training import TrainingObjects, scaler_state
 
 # Tensors of at most this many elements are copied immediately, and written into one file.
 _FEW = 16
@@ -38,7 +38,7 @@ class Snapshot:
     """
 
     layout: CheckpointLayout
-    training: Training
+    training: TrainingObjects
     shared: SharedCheckpoint
     description: dict[str, Any] = field(default_factory=dict[str, Any])
     adapters: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
@@ -131,7 +131,7 @@ class Snapshot:
 
     # While the training loop continues
 
-    def write_large(self, writer: Writer, shard_bytes: int) -> None:
+    def write_large(self, writer: FileWriter, shard_bytes: int) -> None:
         """Write all tensors; the next step waits for this.
 
         Raises errors of the writer, and `CheckpointError` if a master or a state was written meanwhile.
@@ -159,7 +159,9 @@ class Snapshot:
             for name in optimizer["state"]
         )
 
-    def _agreed(self, entries: dict[str, dict[str, Any]], shards: list[list[Source]]) -> dict[str, list[Source]]:
+    def _agreed(
+        self, entries: dict[str, dict[str, Any]], shards: list[list[TensorSource]]
+    ) -> dict[str, list[TensorSource]]:
         """Complete the description by the other machines' contents; return this machine's files of the model."""
         own: dict[str, Any] = {
             "entries": entries,
@@ -207,7 +209,7 @@ class Snapshot:
             return False
         return self._is_behind or bool(torch.equal(held.master, held.value))
 
-    def _final(self, name: str) -> Source:
+    def _final(self, name: str) -> TensorSource:
         """Return the source of a weight after the last step, in the model's dtype."""
         held = self._held[name]
         if held.master is None or not self._is_behind:
@@ -221,7 +223,7 @@ class Snapshot:
             )
         return source_of(name, published(held.master, held.value.dtype), held.value.dtype)
 
-    def _model_shards(self, shard_bytes: int) -> list[list[Source]]:
+    def _model_shards(self, shard_bytes: int) -> list[list[TensorSource]]:
         """Return this machine's part of the model's own files."""
         if self.layout.kind != "model":
             return []
@@ -234,7 +236,7 @@ class Snapshot:
     def _converted(self, conversion: Conversion) -> dict[str, torch.Tensor]:
         return conversion.convert({name: self._final_tensor(name) for name in conversion.sources})
 
-    def _write_model(self, writer: Writer, shards: Mapping[str, list[Source]]) -> None:
+    def _write_model(self, writer: FileWriter, shards: Mapping[str, list[TensorSource]]) -> None:
         metadata = {"format": "pt"}
         if self.layout.write_configuration is None:
             # As safetensors' own `save_model` does.
@@ -247,7 +249,9 @@ class Snapshot:
         source = self._final(canonical)
         return source.read().detach().to(source.dtype)
 
-    def _write_own(self, writer: Writer, folder: str, sources: Sequence[Source], shard_bytes: int) -> None:
+    def _write_own(
+        self, writer: FileWriter, folder: str, sources: Sequence[TensorSource], shard_bytes: int
+    ) -> None:
         shards = divided(sources, shard_bytes) if sources else []
         if not self.shared.is_alone:
             folder = f"{folder}-of-machine-{self.shared.rank}"
@@ -285,13 +289,13 @@ def _outside(tensor: torch.Tensor) -> ModelTensor:
     return ModelTensor(tensor, kind, tensor.detach().clone(), None)
 
 
-def _master(name: str, held: ModelTensor) -> Source:
+def _master(name: str, held: ModelTensor) -> TensorSource:
     """Return the source of a whole master in its dtype; halves are joined part by part."""
     assert held.master is not None
     master = held.master
     if not is_split(master):
         return source_of(name, master)
-    return Source(name, master.dtype, tuple(master.shape), master.joined, master.read)
+    return TensorSource(name, master.dtype, tuple(master.shape), master.joined, master.read)
 
 
 def _state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -299,13 +303,13 @@ def _state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return optimizer.deferred_state_dict() if isinstance(optimizer, HostOptimizer) else optimizer.state_dict()
 
 
-def _state(name: str, tensor: Tensor) -> Source:
+def _state(name: str, tensor: Tensor) -> TensorSource:
     return deferred_source(name, tensor) if isinstance(tensor, Deferred) else source_of(name, tensor)
 
 
-def _value(name: str, held: ModelTensor) -> Source:
+def _value(name: str, held: ModelTensor) -> TensorSource:
     return source_of(name, held.value)
 
 
-def _renamed(name: str, source: Source) -> Source:
+def _renamed(name: str, source: TensorSource) -> TensorSource:
     return replace(source, name=name)

@@ -19,7 +19,7 @@ from rp_cli.finetune.inputs import check_not_for_images
 from rp_cli.finetune.model import check_folders, config_file, loader_of, placeholders_in, sight_for
 from rp_cli.finetune.options import FineTuning, Preparation
 from rp_cli.finetune.places import check_places
-from rp_cli.options.declared import Given, read
+from rp_cli.options.declared import GivenOptions, read
 
 
 def prepare(given: Preparation) -> None:
@@ -46,7 +46,7 @@ def prepare(given: Preparation) -> None:
 
 def _tuning(given: Preparation) -> FineTuning:
     """Return the options of a fine-tuning for which the data is prepared."""
-    names = Given(
+    names = GivenOptions(
         command="train",
         model=str(given.model),
         data=[str(path) for path in given.data or ()],

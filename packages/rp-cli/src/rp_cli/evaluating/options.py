@@ -22,8 +22,8 @@ _NEEDS_TASKS = ("tasks", ", to tell which")
 class EvalOptions(ModelOptions):
     """The options of `roundpipe eval`, each declared by its field.
 
-    >>> from rp_cli.options.declared import Given, read
-    >>> read(EvalOptions, Given(run="run", data=["held-out.jsonl"])).batch
+    >>> from rp_cli.options.declared import GivenOptions, read
+    >>> read(EvalOptions, GivenOptions(run="run", data=["held-out.jsonl"])).batch
     8
 
     None means, for `data`: what the run held out; `sequence`: the run's, or 2048; `tasks`: the loss is told.

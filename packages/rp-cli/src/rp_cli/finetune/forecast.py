@@ -14,7 +14,7 @@ from rp_estimate.machine.hardware import measured
 from rp_estimate.machine.network import ONE_MACHINE, Network
 from rp_estimate.meta.meta_model import check_positions, model_of, packing_of
 from rp_estimate.meta.towers import Shown
-from rp_estimate.workload import Training, Workload
+from rp_estimate.workload import TrainingSetup, Workload
 from rp_optim import DiskError, disk_rates
 from rp_optim.disk.file import free_bytes
 from rp_trainer.errors import Refused
@@ -55,7 +55,7 @@ def foretold(
     _check_vocabulary(model, largest_token)
     check_positions(model, options.sequence)
     drive = _drive(options)
-    how = Training.of(
+    how = TrainingSetup.of(
         options,
         is_sync=options.sync,
         optim_dtype=getattr(torch, options.optim_dtype),

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from rp_data.batching.ahead import Ahead
-from rp_data.batching.batches import Sequences, Steps
+from rp_data.batching.batches import Sequences, StepBatches
 from rp_data.batching.collating import Collator, collator_of
 from rp_data.documents import Document, Documents, held_out, repeats
 from rp_data.gathered import Gathered
@@ -34,7 +34,7 @@ class Data:
     """
 
     training: Documents
-    batches: Steps | Ahead
+    batches: StepBatches | Ahead
     evaluation: Evaluation | None
     sequences: Sequences
     digest: str
@@ -116,7 +116,7 @@ def _data(
         notes.append(_about_images(options, training))
         options = replace(options, packing=False)
     sequences = _sequences(options, training, options.data_weights, collator)
-    made = Steps(sequences, batch=options.batch, accumulation=options.accumulation, pad=pad)
+    made = StepBatches(sequences, batch=options.batch, accumulation=options.accumulation, pad=pad)
     evaluation = (
         None
         if evaluated is None

@@ -13,7 +13,7 @@ from rp_trainer.errors import Refused
 
 from rp_cli.options import images, shared
 from rp_cli.options.adapters import AdapterOptions
-from rp_cli.options.declared import Default, Reading, option
+from rp_cli.options.declared import Default, OptionValues, option
 from rp_cli.options.kinds import (
     DEVICES,
     FLAG,
@@ -81,7 +81,7 @@ def _betas(flag: str, text: str) -> tuple[float, float]:
     return first, second
 
 
-_Usual = str | Callable[[Reading], str | None] | None
+_Usual = str | Callable[[OptionValues], str | None] | None
 
 
 def _by_model(usual: _Usual, small: str | None, shown: str = "", *, beside: str = "") -> Default:
@@ -91,7 +91,7 @@ def _by_model(usual: _Usual, small: str | None, shown: str = "", *, beside: str 
     has its own default, too; docs/staleness.md says why so little momentum. `shown`: what help says of `usual`.
     """
 
-    def text(others: Reading) -> str | None:
+    def text(others: OptionValues) -> str | None:
         if others["model"] == TINY and (not beside or others.is_usual(beside)):
             return small
         return usual if isinstance(usual, str | None) else usual(others)
@@ -99,14 +99,14 @@ def _by_model(usual: _Usual, small: str | None, shown: str = "", *, beside: str 
     return Default(text, f"{shown or usual}; without --model {small or 'by --steps'}")
 
 
-def _usual_betas(others: Reading) -> str | None:
+def _usual_betas(others: OptionValues) -> str | None:
     if others["optimizer"] not in ("adam", "adamw", "muon"):
         return None
     # Late steps tolerate less momentum: docs/staleness.md.
     return "0.9,0.95" if others["sync"] else "0.5,0.95"
 
 
-def _adapts(others: Reading) -> bool:
+def _adapts(others: OptionValues) -> bool:
     return bool(others["lora"] or others["init_adapter"])
 
 
@@ -135,8 +135,8 @@ _DIRECTORIES = Kind("DIR[,DIR...]", _directories, is_place=True)
 class FineTuning(AdapterOptions):
     """The options of a fine-tuning, each declared by its field.
 
-    >>> from rp_cli.options.declared import Given, read
-    >>> read(FineTuning, Given(model=__file__, data=["a.jsonl"], output="run", lora="8")).lr
+    >>> from rp_cli.options.declared import GivenOptions, read
+    >>> read(FineTuning, GivenOptions(model=__file__, data=["a.jsonl"], output="run", lora="8")).lr
     0.0002
 
     None means, for `data`: the standard library's source; `output`: nothing is kept; `tokenizer`: the model's;

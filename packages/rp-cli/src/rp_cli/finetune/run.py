@@ -19,7 +19,7 @@ from rp_reports.terminal import say
 from rp_reports.trackers import Tracked, check_trackers
 from rp_sched.report.render import svg
 from rp_sources.trained_on import KEY
-from rp_trainer.finetuning import InFolder, Outcome, Report, taken
+from rp_trainer.finetuning import InFolder, Report, TrainingOutcome, taken
 from rp_trainer.finetuning import fine_tune as train
 from rp_trainer.finetuning.files import MODEL, check_profile, has_run
 from rp_trainer.finetuning.folder import Folder
@@ -113,7 +113,7 @@ def _fine_tune(given: FineTuning, processes: Processes, folder: Folder | None) -
     _tell(outcome)
 
 
-def _tell(outcome: Outcome) -> None:
+def _tell(outcome: TrainingOutcome) -> None:
     """Print how far the held-out loss fell, unless an earlier run computed the first."""
     if 0 in outcome.held_out and outcome.steps in outcome.held_out:
         say(f"held-out loss {outcome.held_out[0]:.2f} -> {outcome.held_out[outcome.steps]:.2f}")
@@ -190,7 +190,7 @@ def _train(
     folder: Folder | None,
     page: Callable[..., Page],
     identity: dict[str, Any] | None,
-) -> Outcome:
+) -> TrainingOutcome:
     shaped = () if data.sight is None else data.training.shaped
     check_causality(model, vocabulary_of(model.named_model), is_packed=options.packing, shaped=shaped)
     if data.sight is not None and (shown := data.with_images(pad_of(tokenizer), processes.size)) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import rp_export
 from rp_data.chat.reply_ends import ReplyEnds
-from rp_export import Whole
+from rp_export import ExportedModel
 from rp_export.folder import check_output
 from rp_export.pushing import check_push
 from rp_sources.sources import source_of
@@ -40,7 +40,7 @@ def merge(options: MergeOptions) -> None:
     push(options)
 
 
-def tell_unused(whole: Whole | None) -> None:
+def tell_unused(whole: ExportedModel | None) -> None:
     """Print what of the model's files is not in the model."""
     for one in () if whole is None else whole.unused:
         print(f"not used: {one}")
@@ -52,7 +52,7 @@ def push(options: Merging) -> None:
         print(f"pushed to {rp_export.push(options.output, options.push, private=options.private)}", flush=True)
 
 
-def _tell(options: MergeOptions, whole: Whole) -> None:
+def _tell(options: MergeOptions, whole: ExportedModel) -> None:
     tell_unused(whole)
     print(f"merged: {whole.adapter} into {whole.changed} of {whole.weights} weights, {_told(whole)}")
     if whole.is_rounded:
@@ -60,7 +60,7 @@ def _tell(options: MergeOptions, whole: Whole) -> None:
     print(f"written to {options.output}, which transformers loads", flush=True)
 
 
-def _told(whole: Whole) -> str:
+def _told(whole: ExportedModel) -> str:
     if whole.dtypes == ("float32",):
         return "in fp32, as PEFT's own merge does"
     return _NEAREST.format(dtypes=" or ".join(whole.dtypes))

@@ -46,8 +46,8 @@ class Merging(SourceOptions):
 class MergeOptions(Merging):
     """The options of `roundpipe merge`, each declared by its field.
 
-    >>> from rp_cli.options.declared import Given, read
-    >>> read(MergeOptions, Given(run="run", output="made")).unrounded
+    >>> from rp_cli.options.declared import GivenOptions, read
+    >>> read(MergeOptions, GivenOptions(run="run", output="made")).unrounded
     False
     """
 
@@ -58,8 +58,8 @@ class ExportOptions(Merging):
 
     `llama_cpp`: None for ``ROUNDPIPE_LLAMA_CPP``.
 
-    >>> from rp_cli.options.declared import Given, read
-    >>> read(ExportOptions, Given(run="run", output="made", format="gguf")).type
+    >>> from rp_cli.options.declared import GivenOptions, read
+    >>> read(ExportOptions, GivenOptions(run="run", output="made", format="gguf")).type
     'auto'
 
     Raises `Refused` for options that do not go together.

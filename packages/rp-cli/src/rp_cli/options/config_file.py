@@ -10,13 +10,15 @@ from typing import Any
 from rp_strangers.plain_yaml import Value, read_plain
 from rp_trainer.errors import Refused
 
-from rp_cli.options.declared import Given, Option
+from rp_cli.options.declared import GivenOptions, Option
 from rp_cli.recipes.catalogue import PREFIX, file_of, recipe_named
 
 _MOST_COMPARED = 60
 
 
-def with_config(given: Given, options: Mapping[str, Option], others: Mapping[str, Option] | None = None) -> Given:
+def with_config(
+    given: GivenOptions, options: Mapping[str, Option], others: Mapping[str, Option] | None = None
+) -> GivenOptions:
     """Return what is given with the file ``--config`` added; the command line takes precedence.
 
     This includes options that exclude each other: ``--steps`` replaces ``epochs`` of the file.
@@ -44,7 +46,7 @@ def with_config(given: Given, options: Mapping[str, Option], others: Mapping[str
         for here, other in ((one.name, one.excludes), (one.excludes, one.name)):
             if here and here in on_command_line:
                 in_file.pop(other, None)
-    return Given(**{**in_file, **on_command_line})
+    return GivenOptions(**{**in_file, **on_command_line})
 
 
 def schema(options: Mapping[str, Option]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ _KEY = "option"
 _Options = TypeVar("_Options")
 
 
-class Given(argparse.Namespace):
+class GivenOptions(argparse.Namespace):
     """What is given, by the names of options: texts, lists of texts, and bools for flags."""
 
     command: str
@@ -28,7 +28,7 @@ class Given(argparse.Namespace):
 class Default:
     """A default that depends on the other options: a text as if it were given, or None. `shown`: in help."""
 
-    text: Callable[[Reading], str | None]
+    text: Callable[[OptionValues], str | None]
     shown: str = ""
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Option:
     shown: str = ""
     name: str = ""
     group: str = ""
-    narrowed: Callable[[Reading], Kind] | None = None
+    narrowed: Callable[[OptionValues], Kind] | None = None
     excludes: str = ""
     needs: tuple[str, str] | None = None
     in_files: bool = True
@@ -87,13 +87,13 @@ def declared(command: type[Any]) -> dict[str, Option]:
     return {name: replace(one, name=one.name or name) for name, one in own.items()}
 
 
-class Reading:
+class OptionValues:
     """The values of a command's options, each read when it is first asked for.
 
     Raises `Refused` for options that do not go together, and for values that cannot be used.
     """
 
-    def __init__(self, options: Mapping[str, Option], given: Given) -> None:
+    def __init__(self, options: Mapping[str, Option], given: GivenOptions) -> None:
         self._options, self._given = options, vars(given)
         self._values: dict[str, Any] = {}
         for name in filter(self.is_given, options):
@@ -135,11 +135,11 @@ class Reading:
             raise Refused(f"{option.flag} needs {self._options[name].flag}{why}")
 
 
-def read(command: type[_Options], given: Given) -> _Options:
+def read(command: type[_Options], given: GivenOptions) -> _Options:
     """Read the options of a command, apart from what depends on files and devices.
 
     Raises `Refused` for a value that cannot be used, and for options that do not go together.
     """
     options = declared(command)
-    reading = Reading(options, given)
+    reading = OptionValues(options, given)
     return command(**{name: reading[name] for name in options})

@@ -6,7 +6,7 @@ from typing import Any
 
 from rp_trainer.errors import Refused
 
-from rp_cli.options.declared import Reading, option
+from rp_cli.options.declared import OptionValues, option
 from rp_cli.options.kinds import FLAG, Kind, one_of, positive, whole
 
 # Above what any job needs: a larger value is a mistake that would otherwise exhaust time or memory.
@@ -81,7 +81,7 @@ def disk_tbw(disk: str = "disk") -> Any:
     return option(words, positive("TB"), shown="unknown", needs=(disk, ", whose life it is"), is_free=True)
 
 
-def of_batch(others: Reading) -> Kind:
+def of_batch(others: OptionValues) -> Kind:
     """A number of microbatches, under the option `batch`."""
     return microbatches(others["batch"])
 

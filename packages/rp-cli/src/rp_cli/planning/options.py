@@ -18,7 +18,7 @@ from rp_trainer.errors import Refused
 
 from rp_cli.options import shared
 from rp_cli.options.adapters import AdapterOptions
-from rp_cli.options.declared import Default, Reading, option
+from rp_cli.options.declared import Default, OptionValues, option
 from rp_cli.options.kinds import FLAG, TEXT, Kind, number, one_of, parsed, path, positive, whole
 
 THIS = "this"
@@ -117,15 +117,15 @@ def _images(flag: str, text: str) -> ImageSizes:
     return ImageSizes(*numbers)
 
 
-def _no_model(_: Reading) -> NoReturn:
+def _no_model(_: OptionValues) -> NoReturn:
     raise Refused("--model must be given: the folder of a checkpoint, its config.json, or a name on the hub")
 
 
-def _devices(others: Reading) -> str | None:
+def _devices(others: OptionValues) -> str | None:
     return None if others["card"] is None else "1"
 
 
-def _network(others: Reading) -> Kind:
+def _network(others: OptionValues) -> Kind:
     def read(flag: str, text: str) -> Network:
         with refusing(f"{flag} "):
             return Network.named(others["machines"], text)
@@ -158,8 +158,8 @@ class RecipesOptions:
 class PlanOptions(AdapterOptions):
     """The options of `roundpipe plan`, each declared by its field.
 
-    >>> from rp_cli.options.declared import Given, read
-    >>> read(PlanOptions, Given(model=__file__, gpu="H100", batch="8")).card.name
+    >>> from rp_cli.options.declared import GivenOptions, read
+    >>> read(PlanOptions, GivenOptions(model=__file__, gpu="H100", batch="8")).card.name
     'H100'
 
     None means, for `card`: this machine's, measured; `ram_bytes`: unknown, or this machine's; `link_gb_s`: the

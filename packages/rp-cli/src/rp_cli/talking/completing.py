@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from rp_data.images.videos import shown
-from rp_data.notes import Notes
+from rp_data.notes import DataNotes
 from rp_data.rows.prompts import Prompt, read_prompts
 from rp_data.samples import Chat
 from rp_strangers.refusing import refusing
@@ -28,7 +28,7 @@ def generate(options: GenerateOptions) -> None:
     be read or written.
     """
     prompts = read_prompts("--prompts", options.prompts, options.system)
-    notes = Notes()
+    notes = DataNotes()
     _check_output(options)
     output = Unfinished(options.output, [prompt.row for prompt in prompts])
     if options.resume:

@@ -67,8 +67,8 @@ class ChatOptions(TalkOptions):
 class GenerateOptions(TalkOptions):
     """The options of `roundpipe generate`, each declared by its field. `prompts`, `output`: files.
 
-    >>> from rp_cli.options.declared import Given, read
-    >>> read(GenerateOptions, Given(run="r", prompts="p.txt", output="o.jsonl")).batch
+    >>> from rp_cli.options.declared import GivenOptions, read
+    >>> read(GenerateOptions, GivenOptions(run="r", prompts="p.txt", output="o.jsonl")).batch
     16
     """
 

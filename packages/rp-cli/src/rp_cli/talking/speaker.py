@@ -17,7 +17,7 @@ from rp_adapters.vocabulary import grown_for
 from rp_data.chat.tokenizer import checked_tokenizer, ends_of_replies, template_of
 from rp_data.chat.turns import ChatTemplate
 from rp_data.images.processor import Sight
-from rp_data.notes import Notes
+from rp_data.notes import DataNotes
 from rp_data.samples import Chat
 from rp_estimate.meta.meta_model import config_of
 from rp_estimate.meta.model_class import model_class
@@ -109,7 +109,9 @@ class Speaker:
 
 
 @contextmanager
-def speaking(options: TalkOptions, *, with_images: bool = False, notes: Notes | None = None) -> Generator[Speaker]:
+def speaking(
+    options: TalkOptions, *, with_images: bool = False, notes: DataNotes | None = None
+) -> Generator[Speaker]:
     """Load what the options name, and let go of the devices at the end. `with_images`: to read some, too.
 
     `notes`: of what the chat template does not read.
@@ -125,7 +127,7 @@ def speaking(options: TalkOptions, *, with_images: bool = False, notes: Notes | 
         torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
         config = RoundPipeRunConfig(num_microbatch=getattr(options, "microbatches", 1))
         sampling = {**_sampling(options, tokenizer, model), "roundpipe_run_config": config}
-        yield Speaker(model, tokenizer, sampling, template_of(tokenizer, notes or Notes()), sight)
+        yield Speaker(model, tokenizer, sampling, template_of(tokenizer, notes or DataNotes()), sight)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from torch import fx, nn
 from roundpipe.models.calls.surroundings import fx_error, refuse_around
 from roundpipe.models.calls.untraced import untraced
 from roundpipe.models.roundpipe import RoundPipe
-from roundpipe.models.side_outputs import Wanted, collecting, deliver, refuse_hooked, wanted
+from roundpipe.models.side_outputs import WantedOutputs, collecting, deliver, refuse_hooked, wanted
 from roundpipe.models.wrapped.options import WrapOptions
 from roundpipe.models.written import unwritten
 
@@ -54,7 +54,9 @@ class Members(nn.Module):
         """The submodule with this name."""
         return vars(self)["_modules"][name]
 
-    def forward(self, name: str, asked: Wanted | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(
+        self, name: str, asked: WantedOutputs | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run one member; return what hooks in it collect as well, if any was asked for."""
         member = self.member(name)
         with unwritten(name, (args, kwargs)):
@@ -75,7 +77,9 @@ class Members(nn.Module):
 class PreparingMember(Members):
     """`Members` of a single submodule that has the method ``prepare``."""
 
-    def prepare(self, name: str, asked: Wanted | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def prepare(
+        self, name: str, asked: WantedOutputs | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """See `rp_engine.device.saved_data.prepares`."""
         del asked
         prepare: Any = self.member(name).prepare
@@ -84,7 +88,7 @@ class PreparingMember(Members):
     def forward(
         self,
         name: str,
-        asked: Wanted | None,
+        asked: WantedOutputs | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         prepared: Any = None,
@@ -99,7 +103,7 @@ class _Call:
 
     name: str
     config: RoundPipeRunConfig
-    asked: Wanted | None
+    asked: WantedOutputs | None
 
 
 class Part(RoundPipe):

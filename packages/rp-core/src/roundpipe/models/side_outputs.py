@@ -29,7 +29,7 @@ class _Variable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedOutputs:
     """What a part is to collect: for each kind of output, how many were collected before this part.
 
     `selection`: the hidden states to keep, by index; None keeps all.
@@ -48,7 +48,7 @@ class Wanted:
         return {key: found[key][count:] for key, count in self.counts.items()}
 
 
-def wanted(modules: Mapping[str, nn.Module]) -> Wanted | None:
+def wanted(modules: Mapping[str, nn.Module]) -> WantedOutputs | None:
     """What the caller collects by hooks inside these modules; None if nothing.
 
     Raises `RoundPipeError` if this transformers collects in a way that is unknown here.
@@ -60,7 +60,7 @@ def wanted(modules: Mapping[str, nn.Module]) -> Wanted | None:
         return None
     selection = collection.get(_SELECTION)
     counts = {key: len(values) for key, values in collection.items() if key != _SELECTION}
-    return Wanted(counts, None if selection is None else frozenset(selection))
+    return WantedOutputs(counts, None if selection is None else frozenset(selection))
 
 
 def deliver(found: Mapping[str, list[Any]]) -> None:
@@ -71,7 +71,7 @@ def deliver(found: Mapping[str, list[Any]]) -> None:
         collection[key].extend(values)
 
 
-def collecting(body: Callable[[], Any], asked: Wanted) -> tuple[Any, dict[str, list[Any]]]:
+def collecting(body: Callable[[], Any], asked: WantedOutputs) -> tuple[Any, dict[str, list[Any]]]:
     """Run a layer on its device; return its output and what the hooks in it have collected."""
     collection = asked.fresh()
     with _collected_in(collection):

@@ -8,7 +8,7 @@ from threading import Lock
 
 from torch import Tensor
 
-from rp_data.batching.batches import Steps
+from rp_data.batching.batches import StepBatches
 
 _Calls = list[dict[str, Tensor]]
 
@@ -16,7 +16,7 @@ _Calls = list[dict[str, Tensor]]
 class Ahead:
     """The batches of `steps`, of which a thread makes the next step's meanwhile. It keeps those of two steps."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: StepBatches) -> None:
         self._steps = steps
         self.accumulation = steps.accumulation
         self._worker = ThreadPoolExecutor(1, "batches")

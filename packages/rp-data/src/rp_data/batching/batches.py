@@ -175,7 +175,7 @@ def _padded_rows(documents: Sequence[Document], size: int, pad: int) -> dict[str
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
-class Steps:
+class StepBatches:
     """The batches of each step: `accumulation` calls with `batch` sequences each.
 
     Steps continue across epochs: one that an epoch does not fill is filled from the next. A step's sequences

@@ -12,7 +12,7 @@ from rp_trainer.errors import Refused
 
 from rp_data.chat.tokenizer import ends_of_replies, loaded_tokenizer, template_of, tried
 from rp_data.chat.turns import ChatTemplate
-from rp_data.notes import Notes
+from rp_data.notes import DataNotes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class ReplyEnds:
             tokenizer = tried(load, what)
         except Refused as error:
             return cls(unknown=str(error))
-        return cls(tokenizer, template_of(tokenizer, Notes()))
+        return cls(tokenizer, template_of(tokenizer, DataNotes()))
 
     def __call__(self, known: int | Sequence[int] | None) -> Sequence[int] | None:
         """Return the tokens that end text. `known`: those of the generation config."""

@@ -13,7 +13,7 @@ from rp_strangers.limited import Budget, limited
 from rp_strangers.refusing import refusing, refusing_all
 
 from rp_data.chat.turns import ChatTemplate
-from rp_data.notes import Notes
+from rp_data.notes import DataNotes
 from rp_data.samples import Chat
 
 # Letters of several kinds, many of each: some expressions of tokenizers take for ever on them.
@@ -41,7 +41,7 @@ def tried(load: Callable[[], Any], what: str) -> Any:
         budget.allow(what, _TOKENIZER_BYTES)
         tokenizer = load()
         budget.allow("a conversation of some turns", len(_PROBE) * _BYTES_A_LETTER)
-        template = template_of(tokenizer, Notes())
+        template = template_of(tokenizer, DataNotes())
         with refusing_all(f"{what} cannot be used: ", told):
             tokenizer(_PROBE if template is None else template.prompt(_CHAT))
         yield b""
@@ -51,7 +51,7 @@ def tried(load: Callable[[], Any], what: str) -> Any:
     return load()
 
 
-def template_of(tokenizer: Any, notes: Notes) -> ChatTemplate | None:
+def template_of(tokenizer: Any, notes: DataNotes) -> ChatTemplate | None:
     """Return the chat template of a tokenizer, if it has one."""
     return ChatTemplate(tokenizer, notes=notes) if getattr(tokenizer, "chat_template", None) else None
 

@@ -26,7 +26,7 @@ from rp_data.chat.controls import controls_of, text_of
 from rp_data.chat.ends import ends_of_reply
 from rp_data.chat.templates import Template, Templates, for_training, has_trl
 from rp_data.chat.written import check_known, check_written, said_in, unread
-from rp_data.notes import Notes
+from rp_data.notes import DataNotes
 from rp_data.offsets import Span, Tokenized, tokenized
 from rp_data.rows.messages import ASSISTANT
 from rp_data.samples import Chat
@@ -45,9 +45,9 @@ class ChatTemplate:
     Raises `Refused` if it has none.
     """
 
-    def __init__(self, tokenizer: Any, *, clock: datetime | None = None, notes: Notes | None = None) -> None:
+    def __init__(self, tokenizer: Any, *, clock: datetime | None = None, notes: DataNotes | None = None) -> None:
         self._tokenizer, self._clock = tokenizer, clock
-        self._notes = notes or Notes()
+        self._notes = notes or DataNotes()
         self._templates = Templates(tokenizer)
         self._controls = controls_of(tokenizer)
         # What a template does with the arguments of tools, by what is asked.

@@ -36,7 +36,7 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class PicturedText:
     """What a document shows. `text`: its text, with a mark where each image is. `pictures`: in that order.
 
     `end`: so many tokens hold all images; of fewer tokens the model would not take them.
@@ -53,9 +53,9 @@ class Seen:
         return hashlib.sha256("".join(parts).encode()).digest()
 
 
-def seen_of(fields: dict[str, Any]) -> Seen:
-    """Return what `dataclasses.asdict` made of a `Seen`."""
-    return Seen(fields["text"], tuple(Picture(**one) for one in fields["pictures"]), fields["end"])
+def seen_of(fields: dict[str, Any]) -> PicturedText:
+    """Return what `dataclasses.asdict` made of a `PicturedText`."""
+    return PicturedText(fields["text"], tuple(Picture(**one) for one in fields["pictures"]), fields["end"])
 
 
 class Spool:

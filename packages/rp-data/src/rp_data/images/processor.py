@@ -80,7 +80,7 @@ def _bound(processor: Any, folder: Path, bounds: Mapping[str, int]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Expanded:
+class ExpandedText:
     """A text with images, as a processor makes it: each mark is replaced by what the model reads features into.
 
     `tokens`: of the whole. `offsets`: the characters of each. `kept`: where each part between images was, and is.
@@ -136,7 +136,7 @@ class Sight:
         """
         return lazy_image(place, digest, decode) if self.keeps and not is_video else decode()
 
-    def expanded(self, place: str, text: str, images: Sequence[Any]) -> Expanded:
+    def expanded(self, place: str, text: str, images: Sequence[Any]) -> ExpandedText:
         """Return a text with its images expanded. Raises `Refused` if the text has not a mark for each."""
         wanted = [self._mark_of(place, one) for one in images]
         pieces = re.split(f"({'|'.join(map(re.escape, self._marks))})", text)
@@ -151,7 +151,7 @@ class Sight:
                 kept = _kept(parts, marks, whole, self._places(place, parts, marks, whole, images))
                 if kept is not None:
                     shaped = [name for name, one in found.items() if _is_shaped(name, one, found[_IDS])]
-                    return Expanded(ids, tokens, kept, sorted(shaped))
+                    return ExpandedText(ids, tokens, kept, sorted(shaped))
         raise Refused(
             f"{place}: it is unknown which tokens stand for images: {type(self._own).__name__} does not tell the "
             "characters of each token; use a fast tokenizer"

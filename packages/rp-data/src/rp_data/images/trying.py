@@ -32,7 +32,7 @@ def keep_images(processor: Any, process: Process, store: Store) -> None:
             # Many take no samples without images beside others; then they will not be given them.
             continue
         for rows_for_none in (False, True):
-            processor.image_processor = KeptImages(own, Memory(), rows_for_none=rows_for_none)
+            processor.image_processor = KeptImages(own, KeptBytes(), rows_for_none=rows_for_none)
             if _is_kept(processor, process, samples, wanted):
                 processor.image_processor = KeptImages(own, store, rows_for_none=rows_for_none)
                 return
@@ -54,7 +54,7 @@ def _is_kept(processor: Any, process: Process, samples: Sequence[Any], wanted: M
     return calls == 2 and are_same(wanted, first) and are_same(wanted, again)
 
 
-class Memory:
+class KeptBytes:
     """Keeps bytes in memory."""
 
     def __init__(self) -> None:

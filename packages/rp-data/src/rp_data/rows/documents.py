@@ -11,7 +11,7 @@ from typing import Any, cast
 from rp_strangers.limited import Unlimited
 from rp_trainer.errors import Refused
 
-from rp_data.notes import Notes
+from rp_data.notes import DataNotes
 from rp_data.rows.files import (
     ARROW,
     JSON,
@@ -30,7 +30,7 @@ from rp_data.samples import Sample, Text
 
 
 def read_samples(
-    option: str, paths: Sequence[Path], budget: Unlimited | None = None, notes: Notes | None = None
+    option: str, paths: Sequence[Path], budget: Unlimited | None = None, notes: DataNotes | None = None
 ) -> Iterator[Sample]:
     """Read files, and the visible files of folders that have a known suffix, in the order of their names.
 
@@ -49,14 +49,14 @@ def read_samples(
     `option`: the option with which the paths were given. `budget`: told of each file before it is read. `notes`:
     whether bad rows are omitted, and what is noticed.
     """
-    notes = notes or Notes()
+    notes = notes or DataNotes()
     for path in paths:
         for file in files_of(option, path, notes):
             (budget or Unlimited()).allow(f"{option} {file}", file.stat().st_size)
             yield from _samples(option, file, notes)
 
 
-def _samples(option: str, file: Path, notes: Notes) -> Iterator[Sample]:
+def _samples(option: str, file: Path, notes: DataNotes) -> Iterator[Sample]:
     rows = rows_of(option, file, notes)
     if rows is None:
         text = decoded(option, str(file), content(option, file))
@@ -82,7 +82,7 @@ def _check_no_json(option: str, file: Path, text: str) -> None:
             return
 
 
-def rows_of(option: str, file: Path, notes: Notes) -> Iterator[Row] | None:
+def rows_of(option: str, file: Path, notes: DataNotes) -> Iterator[Row] | None:
     """Return the rows of a file, with their places and without nulls; None if it is a text."""
     kind = kind_of(file)
     if kind in JSON_LINES | {JSON}:
@@ -92,7 +92,7 @@ def rows_of(option: str, file: Path, notes: Notes) -> Iterator[Row] | None:
     return stored_rows(option, file) if kind in (PARQUET, ARROW) else None
 
 
-def _converted(option: str, rows: Iterable[Row], notes: Notes, folder: Path | None = None) -> Iterator[Sample]:
+def _converted(option: str, rows: Iterable[Row], notes: DataNotes, folder: Path | None = None) -> Iterator[Sample]:
     for place, row in rows:
         sample = notes.attempt(lambda place=place, row=row: sample_of(option, place, row, folder))
         if sample is not None:

@@ -17,7 +17,7 @@ from rp_presets import special_kind
 from rp_strangers.files import check_stored
 from rp_trainer.errors import Refused
 
-from rp_data.notes import Notes
+from rp_data.notes import DataNotes
 
 JSON = ".json"
 JSON_LINES = frozenset({".jsonl", ".ndjson"})
@@ -46,7 +46,7 @@ def kind_of(file: Path) -> str:
     return Path(file.stem).suffix.lower() if suffix in (_GZIP, _ZSTD) else suffix
 
 
-def files_of(option: str, path: Path, notes: Notes) -> list[Path]:
+def files_of(option: str, path: Path, notes: DataNotes) -> list[Path]:
     """Return a file, or the visible files of a folder that have a known suffix, in the order of their names.
 
     `notes`: of the other files in a folder.
@@ -62,7 +62,7 @@ def files_of(option: str, path: Path, notes: Notes) -> list[Path]:
     return [path]
 
 
-def _in_folder(option: str, path: Path, notes: Notes) -> list[Path]:
+def _in_folder(option: str, path: Path, notes: DataNotes) -> list[Path]:
     visible = sorted(
         file
         for file in path.rglob("*")

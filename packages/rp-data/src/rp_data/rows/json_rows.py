@@ -10,13 +10,13 @@ from typing import Any, cast
 
 from rp_trainer.errors import Refused
 
-from rp_data.notes import Notes
+from rp_data.notes import DataNotes
 from rp_data.rows.files import JSON, content, decoded, kind_of, lines
 
 Row = tuple[str, Mapping[str, Any]]
 
 
-def json_rows(option: str, file: Path, notes: Notes) -> Iterator[Row]:
+def json_rows(option: str, file: Path, notes: DataNotes) -> Iterator[Row]:
     """Yield each object of a file with its place. A file that ends with ``.json`` may have a list of them.
 
     Raises `Refused` for anything else, unless bad rows are omitted.
@@ -32,7 +32,7 @@ def json_rows(option: str, file: Path, notes: Notes) -> Iterator[Row]:
             return
 
 
-def _of_lines(option: str, file: Path, numbered: Iterator[tuple[int, bytes]], notes: Notes) -> Iterator[Row]:
+def _of_lines(option: str, file: Path, numbered: Iterator[tuple[int, bytes]], notes: DataNotes) -> Iterator[Row]:
     for number, line in numbered:
         place = f"{file}:{number}"
         read = notes.attempt(lambda place=place, line=line: _of_line(option, place, line))
@@ -52,7 +52,7 @@ def _of_line(option: str, place: str, line: bytes) -> tuple[Mapping[str, Any] | 
     return _object(f"{option} {place}", read_json(f"{option} {place} must be one JSON object", text, hint))
 
 
-def _members(option: str, file: Path, notes: Notes) -> Iterator[Row]:
+def _members(option: str, file: Path, notes: DataNotes) -> Iterator[Row]:
     text = decoded(option, str(file), content(option, file))
     for number, member in enumerate(read_json(f"{option} {file} must be a list of JSON objects", text), 1):
         place = f"{file}, object {number}"

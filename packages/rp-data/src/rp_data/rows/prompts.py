@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from rp_trainer.errors import Refused
 
-from rp_data.notes import Notes
+from rp_data.notes import DataNotes
 from rp_data.rows.documents import rows_of
 from rp_data.rows.files import JSON, JSON_LINES, content, decoded, kind_of
 from rp_data.rows.images import columns
@@ -49,7 +49,7 @@ def read_prompts(option: str, file: Path, system: str | None) -> list[Prompt]:
 
 def _rows(option: str, file: Path) -> Iterator[tuple[str, object]]:
     is_json = kind_of(file) in JSON_LINES | {JSON}
-    if not is_json and (rows := rows_of(option, file, Notes())) is not None:
+    if not is_json and (rows := rows_of(option, file, DataNotes())) is not None:
         yield from rows
         return
     text = decoded(option, str(file), content(option, file)).replace("\r\n", "\n")

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from rp_trainer.errors import Refused
 
-from rp_data.notes import Notes
+from rp_data.notes import DataNotes
 from rp_data.rows.files import ARROW, TABLES, kind_of, opened
 from rp_data.rows.json_rows import Row, without_nulls
 
@@ -22,7 +22,7 @@ _MOST_FIELD_BYTES = 2**31 - 1
 _ROWS_AT_ONCE = 1024
 
 
-def separated_rows(option: str, file: Path, notes: Notes) -> Iterator[Row]:
+def separated_rows(option: str, file: Path, notes: DataNotes) -> Iterator[Row]:
     """Yield each row of a CSV or TSV file, whose first line names the columns. Empty fields count as absent.
 
     Read as text, so that a field such as 007 stays as it is. Raises `Refused` for a row with other than one field

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rp_dist.control import GRACE_S, LEFT, Control
-from rp_dist.groups import Group
+from rp_dist.groups import GlooGroup
 
 _TAG_BITS = 20
 _SIZE_BITS = 9
@@ -52,7 +52,7 @@ class Posted:
 class Wire:
     """The connections to all other machines. `patience_s`: how long a machine that is alive may delay a piece."""
 
-    def __init__(self, groups: Sequence[Group], control: Control, patience_s: float) -> None:
+    def __init__(self, groups: Sequence[GlooGroup], control: Control, patience_s: float) -> None:
         self.groups = list(groups)
         self.control = control
         self.patience_s = patience_s
@@ -71,7 +71,7 @@ class Wire:
         """Start to receive a piece that the other machine sends on the same slot and connection."""
         return self._post(self._group(connection).recv, piece, peer, slot, False)
 
-    def _group(self, connection: int) -> Group:
+    def _group(self, connection: int) -> GlooGroup:
         self.control.raise_error()
         return self.groups[connection % len(self.groups)]
 
@@ -132,7 +132,7 @@ class Wire:
         self.groups = []
 
 
-def _break(group: Group, peer: int) -> None:
+def _break(group: GlooGroup, peer: int) -> None:
     """Close all of a group's connections by a receive from `peer` that times out.
 
     This does nothing if the connection to `peer` is closed already, so callers try it with every machine. Closing

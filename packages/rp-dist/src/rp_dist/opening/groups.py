@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from rp_dist.control import GRACE_S, Control
-from rp_dist.groups import Group
+from rp_dist.groups import GlooGroup
 from rp_dist.links import interfaces
 
 _LOG = logging.getLogger(__name__)
@@ -66,14 +66,14 @@ class LinkedStore(Store):
         return f"{self._group}/{key}"
 
 
-def open_group(control: Control, number: int, timeout_s: float) -> Group:
+def open_group(control: Control, number: int, timeout_s: float) -> GlooGroup:
     """Open group `number` of this run, with connections to all other machines."""
     store = LinkedStore(control, number, timeout_s)
     options = _GLOO._Options()
     options._devices = _devices(control)
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 2 * len(options._devices)  # as torch chooses
-    group: Group = _GLOO(store, control.rank, control.size, options)
+    group: GlooGroup = _GLOO(store, control.rank, control.size, options)
     _prove(control, group, number, timeout_s)
     shut_ports(store.own)
     return group
@@ -88,7 +88,7 @@ def _devices(control: Control) -> list[Any]:
     return [_GLOO.create_device(hostname=address, lazy_init=False)]
 
 
-def _prove(control: Control, group: Group, number: int, timeout_s: float) -> None:
+def _prove(control: Control, group: GlooGroup, number: int, timeout_s: float) -> None:
     """Check that a machine of this run is at the other end of each connection: gloo takes who connects first."""
 
     def code(source: int, target: int) -> bytearray:

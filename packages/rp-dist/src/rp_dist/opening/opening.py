@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rp_dist.admission import outside
 from rp_dist.control import GRACE_S, Control
 from rp_dist.errors import Disagreement, DistError, MachineLost
-from rp_dist.groups import Group
+from rp_dist.groups import GlooGroup
 from rp_dist.links import handshake, interfaces
 from rp_dist.links.secret import Secret
 from rp_dist.opening.board import Board
@@ -219,11 +219,11 @@ class Opening:
         control.raise_error()
         raise AssertionError("unreachable")
 
-    def groups(self, control: Control, count: int) -> list[Group]:
+    def groups(self, control: Control, count: int) -> list[GlooGroup]:
         """Open gloo process groups over all machines, each with separate connections."""
         return self.bounded(lambda: [self._group(control) for _ in range(count)], control, control.rank)
 
-    def _group(self, control: Control) -> Group:
+    def _group(self, control: Control) -> GlooGroup:
         self._num_groups += 1
         return open_group(control, self._num_groups, self.timeout_s)
 

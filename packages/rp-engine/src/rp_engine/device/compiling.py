@@ -45,7 +45,7 @@ class Eager:
 EAGER = Eager()
 
 
-class Compiler(Eager):
+class LayerCompiler(Eager):
     """Compiles all twins of a model with the same options.
 
     Args:
@@ -97,7 +97,7 @@ def compiler_of(compile_layers: object, num_devices: int) -> Eager:
     """
     if compile_layers is False:
         return EAGER
-    return Compiler(_options_of(compile_layers), num_devices)
+    return LayerCompiler(_options_of(compile_layers), num_devices)
 
 
 def _options_of(compile_layers: object) -> CompileOptions:
@@ -121,7 +121,7 @@ def _call_while_others_trace() -> None:
     # Torch 2.11 has one flag in the process that says that FX is tracing, which each compilation sets. Meanwhile,
     # another device's thread could not call a compiled layer: torch would take it for traced code.
     if hasattr(symbolic_trace, "_is_fx_tracing_flag"):
-        config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage] - as in `Compiler.raise_limits`
+        config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage] - as in `LayerCompiler.raise_limits`
         config.force_compile_during_fx_trace = True
 
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 from rp_optim import link, unlink
-from rp_optim.masters import Share, link_of
+from rp_optim.masters import MasterExchange, link_of
 from rp_state.block import Block
 from rp_state.gradient import Gradient
 from rp_state.master import is_split, reading
@@ -29,7 +29,7 @@ class Consumed:
         self.count = 0
 
 
-class Kept:
+class KeptGradients:
     """A block's gradients stay until the step function drops them, and may be read in any order.
 
     `consumes`: the step releases them when it has read them, as the block with this `number`.
@@ -47,7 +47,7 @@ class Kept:
         return False
 
 
-class ConsumingTurn(Kept):
+class ConsumingTurn(KeptGradients):
     """A block's position in the order in which a step during backward releases gradients.
 
     `consumed`: of all blocks of the step.
@@ -70,7 +70,7 @@ class ConsumingTurn(Kept):
         return is_due
 
 
-_KEPT = Kept()
+_KEPT = KeptGradients()
 
 
 class LinkedBlock:
@@ -92,10 +92,10 @@ class LinkedBlock:
         ticket: Ticket,
         arriving: StepGradients,
         results: Results,
-        share: Share | None,
+        share: MasterExchange | None,
         tracer: Tracer = SILENT,
         weights: Ticket | None = None,
-        release: Kept = _KEPT,
+        release: KeptGradients = _KEPT,
     ) -> None:
         self._release = release
         # The parameters whose gradients it has not read yet; without all, a step during backward fails.

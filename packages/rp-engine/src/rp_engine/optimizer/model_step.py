@@ -11,7 +11,7 @@ from rp_telemetry.measurements import Measurements
 from rp_telemetry.tracing import Tracer
 from rp_transfer import Ticket
 
-from rp_engine.optimizer.linked_block import Consumed, ConsumingTurn, Kept, LinkedBlock
+from rp_engine.optimizer.linked_block import Consumed, ConsumingTurn, KeptGradients, LinkedBlock
 from rp_engine.optimizer.publication import Publication
 from rp_engine.peers.step import Results, SharedStep, StepGradients
 
@@ -78,7 +78,7 @@ class ModelStep:
                 shared.share,
                 tracer,
                 self.turns.after.turns.get(block),
-                ConsumingTurn(number, consumed) if self._is_consuming else Kept(),
+                ConsumingTurn(number, consumed) if self._is_consuming else KeptGradients(),
             )
             for number, (block, ticket) in enumerate(self.turns.gradients.items())
         ]

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from rp_optim import GradientPair
-from rp_optim.masters import Share
+from rp_optim.masters import MasterExchange
 from rp_state.block import Block
 from rp_telemetry.tracing import SILENT, Tracer
 from rp_transfer import Ticket
@@ -52,12 +52,12 @@ class StepGradients(Protocol):
 class SharedStep(Protocol):
     """What machines tell each other in one step; used on the optimizer's thread.
 
-    `share`: exchanges values with the others, see `rp_optim.masters.Share`; None if there are none. `sums`:
+    `share`: exchanges values with the others, see `rp_optim.masters.MasterExchange`; None if there are none. `sums`:
     whether gradients become sums over machines, so that those of a step that failed must be dropped.
     """
 
     @property
-    def share(self) -> Share | None: ...
+    def share(self) -> MasterExchange | None: ...
     @property
     def sums(self) -> bool: ...
 

@@ -13,7 +13,7 @@ from rp_optim.jobs import Outcome
 from rp_packing import (
     Decision,
     Fp8,
-    Shape,
+    LinearShape,
     candidates,
     choose,
     decide,
@@ -51,7 +51,7 @@ class ProductTrial:
     """
 
     lane: Lane
-    shapes: Sequence[Shape]
+    shapes: Sequence[LinearShape]
     recipes: Sequence[Fp8 | None]
     rows: int
     calls: int
@@ -130,7 +130,7 @@ class AutoCompute:
             return Decision(None, f"bf16, since {error}")
         return decide(times, f"{choice.count} linear layers, {rows} rows")
 
-    def _times(self, shapes: Sequence[Shape], size: CallSize) -> tuple[_Times, int]:
+    def _times(self, shapes: Sequence[LinearShape], size: CallSize) -> tuple[_Times, int]:
         """Return what products take, and for how many rows: fewer where the device has no memory for all."""
         lane, rows = self._runtime.lanes[0], min(size.rows, _MOST_ROWS)
         recipes = candidates(trains_weights=any(one.is_trained for one in shapes))

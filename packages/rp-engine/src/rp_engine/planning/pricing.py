@@ -11,7 +11,7 @@ from rp_state.gradient import sum_dtype
 from rp_state.model_state import ModelState
 from rp_telemetry.layer_times import ModelTimer
 from rp_telemetry.measurements import Machinery, priced
-from rp_transfer import Group
+from rp_transfer import BlockGroup
 
 from rp_engine.planning.footprint import Footprint
 from rp_engine.planning.probe import frozen_gb_s, probed
@@ -192,11 +192,11 @@ def host_of(state: ModelState) -> Host:
     )
 
 
-def gradient_itemsize(block: Group | Block, spans: Iterable[range]) -> int:
+def gradient_itemsize(block: BlockGroup | Block, spans: Iterable[range]) -> int:
     """Return the bytes per element of a block's gradients: fp32's if tasks of several of `spans` add to them.
 
     >>> import torch
-    >>> found = Group("trainable", (1,), (torch.zeros(8, dtype=torch.bfloat16),))
+    >>> found = BlockGroup("trainable", (1,), (torch.zeros(8, dtype=torch.bfloat16),))
     >>> gradient_itemsize(found, [range(2)]), gradient_itemsize(found, [range(2), range(1, 3)])
     (2, 4)
     """

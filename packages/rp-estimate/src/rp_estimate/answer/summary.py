@@ -9,7 +9,7 @@ import torch
 
 from rp_estimate.answer.amounts import billion, counted, gb, rounded, seconds
 from rp_estimate.foretold import Bound, Foretold, Planned
-from rp_estimate.workload import Training
+from rp_estimate.workload import TrainingSetup
 
 # Names as in the documentation.
 _BOUNDS: Mapping[Bound, str] = {
@@ -74,7 +74,7 @@ def headings(answer: Foretold) -> Iterator[str]:
     yield f"a step: {counted(answer.case.batch, 'sequence')} of {counted(workload.how.sequence, 'token')}"
 
 
-def _products(how: Training) -> str:
+def _products(how: TrainingSetup) -> str:
     if how.chooses_compute:
         return f", products in {how.compute}, as is faster by the card's rates"
     return "" if how.compute == "bf16" else f", products in {how.compute}"

@@ -111,7 +111,7 @@ def check_positions(model: nn.Module, sequence: int, of_images: int = 0) -> None
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class FrozenPacking:
     """The format of a model's packed frozen weights. `of`: which are packed; experts are 3-dimensional stacks."""
 
     format: str
@@ -141,7 +141,7 @@ def _linear_weights(model: nn.Module) -> set[str]:
     return {f"{name}.weight" for name, one in modules if isinstance(one, nn.Linear) and one is not head}
 
 
-def packing_of(path: Path, pack: str | None) -> Packing | None:
+def packing_of(path: Path, pack: str | None) -> FrozenPacking | None:
     """Return how ``--pack`` packs the model of a config file; None for not at all.
 
     Raises `Refused` if weights are to stay as they are stored, but are not stored packed.
@@ -149,7 +149,7 @@ def packing_of(path: Path, pack: str | None) -> Packing | None:
     if pack is None:
         return None
     if pack != STORED:
-        return Packing(pack)
+        return FrozenPacking(pack)
     with refusing("--model "):
         kind = packed_kind(path.parent)
     if kind is None:
@@ -157,12 +157,12 @@ def packing_of(path: Path, pack: str | None) -> Packing | None:
     match kind:
         case "mxfp4":
             # As published: GPT-OSS has all weights except its experts in bf16.
-            return Packing(kind, "experts")
+            return FrozenPacking(kind, "experts")
         case "fp8":
-            return Packing(kind)
+            return FrozenPacking(kind)
         case _:
             # bitsandbytes replaces modules, which stacked experts are not.
-            return Packing(kind, "linear layers")
+            return FrozenPacking(kind, "linear layers")
 
 
 def config_of(path: Path, *, is_stored: bool) -> Any:  # Any: each model has its own class

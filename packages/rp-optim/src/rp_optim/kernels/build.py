@@ -42,14 +42,14 @@ class BuildFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Compiler:
+class CCompiler:
     """A C compiler: its command, and the output of ``--version``."""
 
     command: tuple[str, ...]
     version: str
 
 
-def find_compiler() -> Compiler | None:
+def find_compiler() -> CCompiler | None:
     """Find ``$CC`` if it is set, else the first of cc, gcc and clang that runs; None if none does.
 
     Raises `BuildFailed` if ``CC`` is set but does not run.
@@ -59,7 +59,7 @@ def find_compiler() -> Compiler | None:
     return _first_that_runs(["cc"], ["gcc"], ["clang"])
 
 
-def _named_compiler(command: str) -> Compiler:
+def _named_compiler(command: str) -> CCompiler:
     try:
         compiler = _first_that_runs(shlex.split(command))
     except ValueError as error:
@@ -69,10 +69,10 @@ def _named_compiler(command: str) -> Compiler:
     return compiler
 
 
-def _first_that_runs(*commands: Sequence[str]) -> Compiler | None:
+def _first_that_runs(*commands: Sequence[str]) -> CCompiler | None:
     for command in commands:
         if command and shutil.which(command[0]) and (version := _version(command)):
-            return Compiler(tuple(command), version)
+            return CCompiler(tuple(command), version)
     return None
 
 
@@ -106,13 +106,13 @@ def source_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def cache_key(compiler: Compiler) -> str:
+def cache_key(compiler: CCompiler) -> str:
     """Return a hash of everything that a library depends on: sources, architecture, system and compiler."""
     parts = (source_hash(), platform.machine(), platform.system(), *platform.libc_ver(), *compiler.command)
     return hashlib.sha256("\0".join((*parts, compiler.version)).encode()).hexdigest()[:24]
 
 
-def build(compiler: Compiler, library: Path) -> None:
+def build(compiler: CCompiler, library: Path) -> None:
     """Compile the kernels into the file `library`, which appears complete or not at all.
 
     Uses OpenMP if the compiler has it. Several processes may do this at once, each in its own temporary folder.
@@ -124,7 +124,7 @@ def build(compiler: Compiler, library: Path) -> None:
 
 
 @contextmanager
-def compiled(compiler: Compiler, parent: Path) -> Generator[Path]:
+def compiled(compiler: CCompiler, parent: Path) -> Generator[Path]:
     """Compile a library in a temporary folder inside `parent`, which is removed when the context ends.
 
     Raises as `build` does.
@@ -143,7 +143,7 @@ def compiled(compiler: Compiler, parent: Path) -> Generator[Path]:
         yield made
 
 
-def _compile(compiler: Compiler, folder_path: Path, threads: tuple[str, ...]) -> Path:
+def _compile(compiler: CCompiler, folder_path: Path, threads: tuple[str, ...]) -> Path:
     have = [f"-DRPO_HAVE_{name.upper()}" for name in variants()]
     source = f'-DRPO_SOURCE="{source_hash()}"'
     units = [("kernels.c", name, (f"-DRPO_VARIANT={name}", *flags)) for name, flags in variants().items()]
@@ -162,7 +162,7 @@ def _compile(compiler: Compiler, folder_path: Path, threads: tuple[str, ...]) ->
     return made
 
 
-def _run(compiler: Compiler, *arguments: str) -> None:
+def _run(compiler: CCompiler, *arguments: str) -> None:
     try:
         done = subprocess.run(
             [*compiler.command, *arguments], capture_output=True, text=True, timeout=_SECONDS, errors="replace"

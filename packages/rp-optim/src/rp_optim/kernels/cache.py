@@ -8,7 +8,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from rp_optim.kernels.build import Compiler, cache_key, compiled
+from rp_optim.kernels.build import CCompiler, cache_key, compiled
 
 
 def cache_folder() -> Path:
@@ -62,7 +62,7 @@ def check_trusted(path: Path) -> None:
             raise PermissionError(f"{place} must not be writable by others; run chmod go-w on it")
 
 
-def build_cached(compiler: Compiler, folder: Path) -> Path:
+def build_cached(compiler: CCompiler, folder: Path) -> Path:
     """Compile the kernels into `folder`; return the path, whose name has the cache key and the content hash.
 
     Raises as `build` does.
@@ -73,7 +73,7 @@ def build_cached(compiler: Compiler, folder: Path) -> Path:
     return library
 
 
-def find_cached(compiler: Compiler, folder: Path) -> Path | None:
+def find_cached(compiler: CCompiler, folder: Path) -> Path | None:
     """Find a library that `build_cached` made in `folder`; remove those that others may change or have changed.
 
     The checks come before loading, since loading runs the library's code, and a truncated library kills the

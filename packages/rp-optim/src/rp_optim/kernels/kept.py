@@ -129,21 +129,21 @@ def _as_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SmallState:
     """A small state tensor: bf16 numbers or codes, of the parameter's shape, and scales if it is codes."""
 
     tensor: torch.Tensor
     scales: torch.Tensor | None
 
 
-def kept(state: State, name: str, shape: Sequence[int], kind: StateKind) -> Kept:
+def kept(state: State, name: str, shape: Sequence[int], kind: StateKind) -> SmallState:
     """Return a small state tensor; create it as zeros if it is missing."""
     if is_missing(state, name):
         for key, (own, dtype) in _tensors(name, shape, kind).items():
             state[key] = torch.zeros(tuple(own), dtype=dtype, device="cpu")
     if kind == "bf16":
-        return Kept(state[name], None)
-    return Kept(state[name + CODES], state[name + SCALES])
+        return SmallState(state[name], None)
+    return SmallState(state[name + CODES], state[name + SCALES])
 
 
 def check_kept(state: Mapping[str, Any], name: str, shape: Sequence[int], kind: StateKind) -> None:

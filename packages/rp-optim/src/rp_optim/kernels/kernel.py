@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from rp_optim.errors import KernelUnavailable
-from rp_optim.kernels.build import BuildFailed, Compiler, build, find_compiler, source_hash
+from rp_optim.kernels.build import BuildFailed, CCompiler, build, find_compiler, source_hash
 from rp_optim.kernels.cache import build_cached, cache_folder, find_cached
 from rp_optim.kernels.native import NATIVE_DTYPES, Library, NativeKernel
 from rp_optim.kernels.reference import TorchKernel
-from rp_optim.kernels.updates import AdamUpdate, Kernel, LionUpdate, SGDUpdate, Spot
+from rp_optim.kernels.updates import AdamUpdate, LionUpdate, SGDUpdate, Spot, UpdateKernel
 
 _Update = TypeVar("_Update", AdamUpdate, SGDUpdate, LionUpdate)
 
@@ -34,23 +34,23 @@ class Kernels:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._all: dict[str, Kernel] | None = None
-        self._current: Kernel | None = None
+        self._all: dict[str, UpdateKernel] | None = None
+        self._current: UpdateKernel | None = None
 
-    def all(self) -> dict[str, Kernel]:
+    def all(self) -> dict[str, UpdateKernel]:
         """Return all kernels by name, the fastest first, torch's last."""
         with self._lock:
             if self._all is None:
                 self._all = {**_native_kernels(), _TORCH.name: _TORCH}
             return self._all
 
-    def current(self) -> Kernel:
+    def current(self) -> UpdateKernel:
         """Return the kernel in use. It is at first the one that ``RP_OPTIM_KERNEL`` names, or else the fastest."""
         if self._current is None:
             return self.use(os.environ.get("RP_OPTIM_KERNEL") or next(iter(self.all())))
         return self._current
 
-    def use(self, name: str) -> Kernel:
+    def use(self, name: str) -> UpdateKernel:
         """Use the kernel `name` from now on. Raises `KernelUnavailable` if it does not run here."""
         kernels = self.all()
         if name not in kernels:
@@ -64,7 +64,7 @@ class Kernels:
 _kernels = Kernels()
 
 
-def current_kernel() -> Kernel:
+def current_kernel() -> UpdateKernel:
     """Return the kernel in use."""
     return _kernels.current()
 
@@ -103,14 +103,14 @@ def use_kernel(name: str) -> None:
     _kernels.use(name)
 
 
-def kernel_for(spot: Spot) -> Kernel:
+def kernel_for(spot: Spot) -> UpdateKernel:
     """Return the kernel in use; for fp64, which compiled kernels do not support, torch's operations."""
     return current_kernel() if spot.has_only(NATIVE_DTYPES) else _TORCH
 
 
-def by_kernel(updates: Iterable[_Update]) -> Iterable[tuple[Kernel, list[_Update]]]:
+def by_kernel(updates: Iterable[_Update]) -> Iterable[tuple[UpdateKernel, list[_Update]]]:
     """Group updates by the kernel that runs them."""
-    groups: dict[Kernel, list[_Update]] = {}
+    groups: dict[UpdateKernel, list[_Update]] = {}
     for update in updates:
         groups.setdefault(kernel_for(update.spot), []).append(update)
     return groups.items()
@@ -155,7 +155,7 @@ def _compiled_library() -> tuple[Library, str]:
         return Library(library, source_hash()), f"compiled for this process alone, since {reason}"
 
 
-def _cached_library(compiler: Compiler) -> tuple[Library, str]:
+def _cached_library(compiler: CCompiler) -> tuple[Library, str]:
     folder = cache_folder()
     try:
         if (path := find_cached(compiler, folder)) is not None:

@@ -16,7 +16,7 @@ from rp_optim.kernels.updates import (
     LionUpdate,
     Matrices,
     MomentumUpdate,
-    Move,
+    ParameterMove,
     SGDNumbers,
     SGDUpdate,
     Small,
@@ -81,7 +81,7 @@ class _Job(ctypes.Structure):
     )
 
 
-def _fields_of(numbers: AdamNumbers | SGDNumbers | LionNumbers | Move) -> dict[str, float]:
+def _fields_of(numbers: AdamNumbers | SGDNumbers | LionNumbers | ParameterMove) -> dict[str, float]:
     # dataclasses.asdict makes deep copies, which took a third of the time of a small parameter's update.
     return {name: getattr(numbers, name) for name in numbers.__dataclass_fields__}
 
@@ -267,7 +267,7 @@ class NativeKernel:
         """See `Kernel.matrix_norm`."""
         return self._call("matrix_norm", _matrix_job(spot, shape, factors))[0]
 
-    def matrix_apply(self, spot: Spot, shape: Matrices, factors: Factors, move: Move) -> None:
+    def matrix_apply(self, spot: Spot, shape: Matrices, factors: Factors, move: ParameterMove) -> None:
         """See `Kernel.matrix_apply`."""
         self._call("matrix_apply", _matrix_job(spot, shape, factors, _fields_of(move)))
 
@@ -276,7 +276,7 @@ class NativeKernel:
         numbers = {"gain2": gain, "beta2": 1 - gain, "eps": least}
         return self._call("vector_variance", _job(spot, (variance,), numbers=numbers))[0]
 
-    def vector_apply(self, spot: Spot, variance: torch.Tensor, least: float, move: Move) -> None:
+    def vector_apply(self, spot: Spot, variance: torch.Tensor, least: float, move: ParameterMove) -> None:
         """See `Kernel.vector_apply`."""
         self._call("vector_apply", _job(spot, (variance,), numbers={"eps": least} | _fields_of(move)))
 
@@ -284,7 +284,7 @@ class NativeKernel:
         """See `Kernel.momentum`."""
         self._call("momentum", _momentum_job(update))
 
-    def move(self, spot: Spot, move: Move) -> None:
+    def move(self, spot: Spot, move: ParameterMove) -> None:
         """See `Kernel.move`."""
         self._call("move", _job(spot, numbers=_fields_of(move)))
 

@@ -29,7 +29,7 @@ from rp_optim.kernels.updates import (
     LionUpdate,
     Matrices,
     MomentumUpdate,
-    Move,
+    ParameterMove,
     SGDNumbers,
     SGDUpdate,
     Small,
@@ -277,7 +277,7 @@ class TorchKernel:
         """See `Kernel.momentum`."""
         _momentum(update, _State(update.small, flat(update.buffer)))
 
-    def move(self, spot: Spot, move: Move) -> None:
+    def move(self, spot: Spot, move: ParameterMove) -> None:
         """See `Kernel.move`."""
         spot = spot.flat()
         for place, param, grad in _pieces(spot):
@@ -333,7 +333,7 @@ class TorchKernel:
         bands = (_moves(spot, shape, factors, *band) for band in _bands(shape))
         return sum((_squares(moves.view(-1)) for moves in bands), 0.0)
 
-    def matrix_apply(self, spot: Spot, shape: Matrices, factors: Factors, move: Move) -> None:
+    def matrix_apply(self, spot: Spot, shape: Matrices, factors: Factors, move: ParameterMove) -> None:
         """See `Kernel.matrix_apply`."""
         spot = _as_matrices(spot, shape)
         for band in _bands(shape):
@@ -349,7 +349,7 @@ class TorchKernel:
             total += _squares(moves)
         return total
 
-    def vector_apply(self, spot: Spot, variance: torch.Tensor, least: float, move: Move) -> None:
+    def vector_apply(self, spot: Spot, variance: torch.Tensor, least: float, move: ParameterMove) -> None:
         """See `Kernel.vector_apply`."""
         spot, variance = spot.flat(), flat(variance)
         for place, param, grad in _pieces(spot):

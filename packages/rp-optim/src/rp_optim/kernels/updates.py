@@ -1,4 +1,4 @@
-"""The `Kernel` protocol, and its arguments: the tensors and numbers of one parameter's update."""
+"""The `UpdateKernel` protocol, and its arguments: the tensors and numbers of one parameter's update."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class Factors:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class ParameterMove:
     """The numbers that apply an update to a parameter: ``param = param * shrink - rate * update``.
 
     Adafactor's update is ``grad / sqrt(variance)``.
@@ -213,7 +213,7 @@ class Move:
     rate: float
 
 
-class Kernel(Protocol):
+class UpdateKernel(Protocol):
     """Updates parameters in place, several in one call.
 
     State tensors have the parameter's dtype (fp32 for a parameter in halves), unless the update has a `Small`.
@@ -242,8 +242,8 @@ class Kernel(Protocol):
         """Run the first part of a Muon step."""
         ...
 
-    def move(self, spot: Spot, move: Move) -> None:
-        """Update the parameter by the gradient, as `Move` says."""
+    def move(self, spot: Spot, move: ParameterMove) -> None:
+        """Update the parameter by the gradient, as `ParameterMove` says."""
         ...
 
     def to_weight(self, spots: Sequence[Spot]) -> None:
@@ -269,15 +269,15 @@ class Kernel(Protocol):
         """Return the sum of squares of ``grad / sqrt(variance)``, the update before clipping."""
         ...
 
-    def matrix_apply(self, spot: Spot, shape: Matrices, factors: Factors, move: Move) -> None:
-        """Update the parameter by ``grad / sqrt(variance)``; see `Move`."""
+    def matrix_apply(self, spot: Spot, shape: Matrices, factors: Factors, move: ParameterMove) -> None:
+        """Update the parameter by ``grad / sqrt(variance)``; see `ParameterMove`."""
         ...
 
     def vector_variance(self, spot: Spot, variance: torch.Tensor, gain: float, least: float) -> float:
         """Interpolate the variance by `gain` toward the squared gradient; return the sum of `matrix_norm`."""
         ...
 
-    def vector_apply(self, spot: Spot, variance: torch.Tensor, least: float, move: Move) -> None:
+    def vector_apply(self, spot: Spot, variance: torch.Tensor, least: float, move: ParameterMove) -> None:
         """Update the parameter like `matrix_apply`, with a variance that is not factored."""
         ...
 

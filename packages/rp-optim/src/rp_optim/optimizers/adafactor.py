@@ -12,7 +12,7 @@ from rp_optim.errors import InvalidParameter
 from rp_optim.host import Group, HostOptimizer, State, Taken, state_tensor
 from rp_optim.kernels.kept import as_whole, keep
 from rp_optim.kernels.kernel import kernel_for
-from rp_optim.kernels.updates import Factors, Matrices, Move, Spot
+from rp_optim.kernels.updates import Factors, Matrices, ParameterMove, Spot
 from rp_optim.places.counters import count_steps
 from rp_optim.places.on_disk import StateOption
 
@@ -173,6 +173,6 @@ def _rate(group: Group, spot: Spot, number: int) -> float:
     return max(float(group["eps"][1]), size) * min(float(group["lr"]), 1 / math.sqrt(number))
 
 
-def _move(group: Group, spot: Spot, rate: float, squares: float) -> Move:
+def _move(group: Group, spot: Spot, rate: float, squares: float) -> ParameterMove:
     clip = max(1.0, math.sqrt(squares / spot.grad.numel()) / float(group["d"]))
-    return Move(shrink=1 - float(group["lr"]) * float(group["weight_decay"]), rate=rate / clip)
+    return ParameterMove(shrink=1 - float(group["lr"]) * float(group["weight_decay"]), rate=rate / clip)

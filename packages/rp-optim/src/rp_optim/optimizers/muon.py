@@ -14,7 +14,7 @@ from rp_optim.checks import at_least, check_betas, check_option_flags
 from rp_optim.errors import InvalidOption, InvalidParameter
 from rp_optim.host import Group, State, Taken
 from rp_optim.kernels.kernel import kernel_for
-from rp_optim.kernels.updates import MomentumUpdate, Move, Spot
+from rp_optim.kernels.updates import MomentumUpdate, ParameterMove, Spot
 from rp_optim.optimizers.adam import AdamSteps
 from rp_optim.optimizers.newton_schulz import NewtonSchulz, dtype_here
 from rp_optim.places.on_disk import StateOption
@@ -180,9 +180,11 @@ def iteration_of(group: Group) -> NewtonSchulz:
     return NewtonSchulz((a, b, c), int(group["ns_steps"]), float(group["eps"]))
 
 
-def _move(group: Group, shape: Sequence[int]) -> Move:
+def _move(group: Group, shape: Sequence[int]) -> ParameterMove:
     lr = float(group["lr"])
-    return Move(shrink=1 - lr * float(group["weight_decay"]), rate=lr * _relative_rate(group, *shape[-2:]))
+    return ParameterMove(
+        shrink=1 - lr * float(group["weight_decay"]), rate=lr * _relative_rate(group, *shape[-2:])
+    )
 
 
 def _relative_rate(group: Group, rows: int, cols: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rp_packing.format import Format
-from rp_packing.formats.fp8 import Fp8
+from rp_packing.formats.fp8 import Fp8Tiles
 from rp_packing.formats.fp8_rows import Fp8Rows
 from rp_packing.formats.int8 import Int8
 from rp_packing.formats.mxfp4 import Mxfp4
@@ -24,7 +24,7 @@ def format_of(name: Any, *, transposed: bool = False) -> Format:
     """
     match name:
         case "fp8":
-            return Fp8()
+            return Fp8Tiles()
         case "fp8-rows":
             return Fp8Rows()
         case "int8":

@@ -20,13 +20,13 @@ _MOST = torch.finfo(_DTYPE).max
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8:
+class Fp8Tiles:
     """Blocks of 128 by 128 in E4M3, as DeepSeek-V3 and Qwen3 are published: 1 byte an element.
 
     Those checkpoints call the scales ``weight_scale_inv``: an element is its code times the scale. At the ends of
     a weight blocks may be smaller.
 
-    >>> Fp8().specs((3, 200, 128))
+    >>> Fp8Tiles().specs((3, 200, 128))
     ((3, 200, 128), (3, 2, 1), torch.float32)
     """
 

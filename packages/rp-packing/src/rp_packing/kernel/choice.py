@@ -11,9 +11,9 @@ import torch
 from rp_packing.errors import KernelWarning
 from rp_packing.format import Format, table
 from rp_packing.formats.int8 import Int8
-from rp_packing.kernel.launching import Kernel, is_for_kernels, launched, refused
+from rp_packing.kernel.launching import DeviceKernel, is_for_kernels, launched, refused
 
-_EXPANSION = Kernel("packed weights are expanded")
+_EXPANSION = DeviceKernel("packed weights are expanded")
 _ALIGNMENT = 16
 
 

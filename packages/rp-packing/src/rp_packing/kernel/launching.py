@@ -19,17 +19,17 @@ _FIRST = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class DeviceKernel:
     """A kernel. `work`: what it does, in words, which operations of torch do where it does not run."""
 
     work: str
 
 
 # What Triton compiles a kernel for: kernel, device, and whatever else its arguments are compiled for.
-Variant = tuple[Kernel, torch.device, Hashable]
+Variant = tuple[DeviceKernel, torch.device, Hashable]
 _launched: set[Variant] = set()
 # By kernel and device, why the kernel does not run there.
-_refused: dict[tuple[Kernel, torch.device], str] = {}
+_refused: dict[tuple[DeviceKernel, torch.device], str] = {}
 
 
 def is_for_kernels(*tensors: torch.Tensor) -> bool:
@@ -37,7 +37,7 @@ def is_for_kernels(*tensors: torch.Tensor) -> bool:
     return all(type(one) is torch.Tensor and one.is_cuda for one in tensors) and not is_watched()
 
 
-def refused(kernel: Kernel, device: torch.device) -> str | None:
+def refused(kernel: DeviceKernel, device: torch.device) -> str | None:
     """Return why a kernel was found not to run on a device, or None."""
     return _refused.get((kernel, device))
 
@@ -79,7 +79,7 @@ def _first_launch(variant: Variant, launch: Callable[[], None]) -> str | None:
         return None
 
 
-def _explained(kernel: Kernel, device: torch.device, reason: str) -> str:
+def _explained(kernel: DeviceKernel, device: torch.device, reason: str) -> str:
     return (
         f"{kernel.work} by operations of torch on {device}, which takes several times as long: "
         f"Triton's kernel does not run there, {reason}; it needs Triton, which comes with torch on Linux, and at "

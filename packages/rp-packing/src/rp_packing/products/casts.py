@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rp_packing.kernel.launching import Kernel, is_for_kernels, launched
+from rp_packing.kernel.launching import DeviceKernel, is_for_kernels, launched
 from rp_packing.products.scaled import MULTIPLE, padded, transposed
 from rp_packing.rows import Rows, cast_columns, cast_rows
 
 _ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-_CASTS = Kernel("numbers are cast to FP8")
+_CASTS = DeviceKernel("numbers are cast to FP8")
 _CODES = torch.float8_e4m3fn
 
 

@@ -27,7 +27,7 @@ Clock = Callable[[Callable[[], None]], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LinearShape:
     """The weights (outputs, inputs) of so many linear layers, `layers`, and whether they get gradients."""
 
     outputs: int
@@ -41,15 +41,15 @@ class Shape:
         return self.outputs * self.inputs * self.layers * (3 if self.is_trained else 2)
 
 
-def shapes_of(modules: Sequence[nn.Module], choice: Fp8Choice) -> tuple[Shape, ...]:
+def shapes_of(modules: Sequence[nn.Module], choice: Fp8Choice) -> tuple[LinearShape, ...]:
     """Return the shapes of the linear layers that would multiply in FP8, most work first; not the least ones.
 
     >>> row = [nn.Linear(64, 32, bias=False), nn.Linear(32, 64), nn.Linear(64, 32).requires_grad_(False)]
     >>> shapes_of(row, Fp8Choice((("",), ("",), ("",)), ()))[0]
-    Shape(outputs=32, inputs=64, is_trained=True, layers=1)
+    LinearShape(outputs=32, inputs=64, is_trained=True, layers=1)
     """
     counts = Counter(_form(one) for one in _chosen(modules, choice))
-    shapes = sorted((Shape(*form, count) for form, count in counts.items()), key=_by_work, reverse=True)
+    shapes = sorted((LinearShape(*form, count) for form, count in counts.items()), key=_by_work, reverse=True)
     before = accumulate((one.work for one in shapes), initial=0)
     wanted = _SHARE * sum(one.work for one in shapes)
     return tuple(one for one, done in zip(shapes, before, strict=False) if done < wanted)[:_MOST_SHAPES]
@@ -66,7 +66,7 @@ def _form(linear: nn.Module) -> tuple[int, int, bool]:
     return weight.shape[0], weight.shape[1], weight.requires_grad
 
 
-def _by_work(shape: Shape) -> int:
+def _by_work(shape: LinearShape) -> int:
     return shape.work
 
 
@@ -76,7 +76,7 @@ def run_linear(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 
 
 def time_products(
-    shapes: Sequence[Shape],
+    shapes: Sequence[LinearShape],
     recipes: Iterable[Fp8 | None],
     rows: int,
     device: torch.device,
@@ -96,7 +96,7 @@ def time_products(
     >>> def once(body):
     ...     body()
     ...     return 2.0
-    >>> time_products([Shape(32, 16, True, 3)], (None,), 8, torch.device("cpu"), once)
+    >>> time_products([LinearShape(32, 16, True, 3)], (None,), 8, torch.device("cpu"), once)
     {None: 6.0}
 
     Memory is allocated by torch, for one shape at a time, and freed.
@@ -112,7 +112,7 @@ def time_products(
 class _Bench:
     """One linear layer on a device, with an input and its output's gradient."""
 
-    def __init__(self, shape: Shape, rows: int, device: torch.device, run: Run) -> None:
+    def __init__(self, shape: LinearShape, rows: int, device: torch.device, run: Run) -> None:
         # Not zeros, with which a device is faster than in training; nor from the caller's generator.
         drawn = partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device)
         with torch.device("meta"):

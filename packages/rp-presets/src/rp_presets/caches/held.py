@@ -20,17 +20,17 @@ def is_fixed(cache: Any) -> bool:
     return bool(getattr(cache, "is_compileable", False))
 
 
-class HeldState:
+class HeldCaches:
     """What some caches hold now.
 
     >>> from transformers import Qwen3Config, StaticCache
     >>> cache = StaticCache(Qwen3Config(num_hidden_layers=1), max_cache_len=4)
-    >>> state = HeldState([cache])
+    >>> state = HeldCaches([cache])
     >>> cache.layers[0].is_initialized = True
-    >>> HeldState([cache]).facts == state.facts
+    >>> HeldCaches([cache]).facts == state.facts
     False
     >>> state.set_back()
-    >>> HeldState([cache]).facts == state.facts
+    >>> HeldCaches([cache]).facts == state.facts
     True
 
     `tensors`: all of them. `facts`: equal as long as each tensor is where it was, and all else that caches hold is

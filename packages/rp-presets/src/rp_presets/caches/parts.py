@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rp_presets.caches.before import is_state, structure
-from rp_presets.caches.places import Places
+from rp_presets.caches.places import CachePlaces
 
 # Layers call these with one microbatch's tensors.
 _OF_LAYERS = frozenset(
@@ -132,7 +132,7 @@ class LayersInParts(Sequence[Any]):
         self.caches = list(caches)
         self._sizes = tuple(sizes)
         self._layers: list[LayerInParts] = []
-        self._places = Places()
+        self._places = CachePlaces()
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ class LayerInParts:
     `layers`: one a microbatch. `sizes`: their samples. `places`: where samples are, shared by a cache's layers.
     """
 
-    def __init__(self, layers: Sequence[Any], sizes: tuple[int, ...], places: Places) -> None:
+    def __init__(self, layers: Sequence[Any], sizes: tuple[int, ...], places: CachePlaces) -> None:
         # Attributes that are set later are those of `layers`.
         vars(self).update(parts=list(layers), sizes=sizes, places=places)
 
@@ -250,11 +250,11 @@ class LayerInParts:
 
     def __reduce__(self) -> tuple[Any, ...]:
         own = vars(self)
-        return LayerInParts, (own["parts"], own["sizes"], Places())
+        return LayerInParts, (own["parts"], own["sizes"], CachePlaces())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerInParts:
         own = vars(self)
-        return LayerInParts(copy.deepcopy(own["parts"], memo), own["sizes"], Places())
+        return LayerInParts(copy.deepcopy(own["parts"], memo), own["sizes"], CachePlaces())
 
 
 def _of_each(methods: Sequence[Callable[..., Any]]) -> Callable[..., Any]:

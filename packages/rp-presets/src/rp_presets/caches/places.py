@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 
-class Places:
+class CachePlaces:
     """Finds them once for all layers of a cache.
 
-    >>> Places().within(torch.tensor([1, 0, 2]), (2, 1))
+    >>> CachePlaces().within(torch.tensor([1, 0, 2]), (2, 1))
     [tensor([1, 0]), tensor([0])]
     """
 

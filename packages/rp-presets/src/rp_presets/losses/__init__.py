@@ -3,6 +3,6 @@
 from rp_presets.losses.causal import causal_lm_loss
 from rp_presets.losses.lazy_logits import LazyLogits, lazy_logits
 from rp_presets.losses.observe_loss import observe_loss
-from rp_presets.losses.own_loss import OwnLoss, OwnLosses, Share
+from rp_presets.losses.own_loss import LossShare, OwnLoss, OwnLosses
 
-__all__ = ["LazyLogits", "OwnLoss", "OwnLosses", "Share", "causal_lm_loss", "lazy_logits", "observe_loss"]
+__all__ = ["LazyLogits", "LossShare", "OwnLoss", "OwnLosses", "causal_lm_loss", "lazy_logits", "observe_loss"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rp_presets.losses.elementwise import Cast, Step, apply
-from rp_presets.losses.gradient_sums import GradientSums
+from rp_presets.losses.gradient_sums import ChunkSums
 from rp_presets.losses.row_chunks import LossWork, Options, chunk_rows, chunks, wide
 from rp_presets.once import once_differentiable, tie
 
@@ -156,7 +156,7 @@ class _Reduced(torch.autograd.Function):
     def forward(ctx: _Context, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: LossWork) -> Tensor:
         tie(ctx, hidden, weight, bias)
         needs = [work.with_grad and needed for needed in ctx.needs_input_grad[:3]]
-        sums = GradientSums.of(hidden, weight, bias, needs)
+        sums = ChunkSums.of(hidden, weight, bias, needs)
         dtype = wide(hidden.dtype)
         counts, weights = work.factors(dtype)
         total = torch.zeros((), dtype=dtype, device=hidden.device)
@@ -208,7 +208,7 @@ class _PerRow(torch.autograd.Function):
         hidden, weight, bias = ctx.saved_tensors
         assert hidden is not None
         assert weight is not None
-        sums = GradientSums.of(hidden, weight, bias, ctx.needs_input_grad[:3])
+        sums = ChunkSums.of(hidden, weight, bias, ctx.needs_input_grad[:3])
         with torch.autocast(hidden.device.type, enabled=False):
             counts, weights = (factor * grad for factor in ctx.work.factors(wide(hidden.dtype)))
             for chunk in chunks(hidden, weight, bias, ctx.work, counts, weights):

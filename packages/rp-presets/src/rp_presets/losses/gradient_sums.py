@@ -12,7 +12,7 @@ from rp_presets.losses.row_chunks import Chunk, wide
 
 
 @dataclass(slots=True)
-class GradientSums:
+class ChunkSums:
     """The gradients of hidden states, weight and bias, summed over the chunks in the wide dtype."""
 
     hidden: Tensor | None
@@ -22,7 +22,7 @@ class GradientSums:
     widened: Tensor | None
 
     @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> GradientSums:
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> ChunkSums:
         """Zeros for the gradients that are needed."""
         zeros = [
             torch.zeros_like(tensor, dtype=wide(tensor.dtype)) if needed and tensor is not None else None

@@ -18,7 +18,7 @@ TOTAL = "num_items_in_batch"
 Shifts = Literal["counted", "ignored", "unknown"]
 
 
-class Share(NamedTuple):
+class LossShare(NamedTuple):
     """How much a part's loss counts in the loss of the whole batch.
 
     `main`: the factor of the mean over labels; NaN if no label of the whole batch counts. `auxiliary`: the factor
@@ -79,13 +79,13 @@ class OwnLoss:
         """Return how many labels of a batch count in its loss. Raises as `with_total`."""
         return self._count(kwargs)
 
-    def share(self, part: Mapping[str, Any], whole: Mapping[str, Any]) -> Share:
+    def share(self, part: Mapping[str, Any], whole: Mapping[str, Any]) -> LossShare:
         """Return the share of a part of the batch. `whole`: the arguments that `with_total` returned."""
         rows = len(self._counted(whole)[1]) if self.rows is None else self.rows
-        return Share(self._main(part, whole), len(self._counted(part)[1]) / rows, self.coefficient)
+        return LossShare(self._main(part, whole), len(self._counted(part)[1]) / rows, self.coefficient)
 
     @staticmethod
-    def loss_fn(outputs: Any, share: Share) -> Tensor:
+    def loss_fn(outputs: Any, share: LossShare) -> Tensor:
         """Return a part's contribution, from the model's output object. The parts' sum is the loss of the whole.
 
         If no label of a part counts, its contribution and gradient are zero, although the mean over nothing is
@@ -155,11 +155,11 @@ class OwnLosses:
         """See `OwnLoss.labels_in`."""
         return self._of(kwargs).labels_in(kwargs)
 
-    def share(self, part: Mapping[str, Any], whole: Mapping[str, Any]) -> Share:
+    def share(self, part: Mapping[str, Any], whole: Mapping[str, Any]) -> LossShare:
         """See `OwnLoss.share`."""
         return self._of(whole).share(part, whole)
 
-    def loss_fn(self, outputs: Any, share: Share) -> Tensor:
+    def loss_fn(self, outputs: Any, share: LossShare) -> Tensor:
         """See `OwnLoss.loss_fn`."""
         return OwnLoss.loss_fn(outputs, share)
 
@@ -173,7 +173,7 @@ class OwnLosses:
         return self._by_kind[kind]
 
 
-def _losses(outputs: Any, share: Share) -> tuple[Tensor, Tensor | None]:
+def _losses(outputs: Any, share: LossShare) -> tuple[Tensor, Tensor | None]:
     """Return the loss, and the auxiliary loss's part of it; None without one."""
     loss = getattr(outputs, "loss", None)
     if not isinstance(loss, Tensor):
@@ -185,7 +185,7 @@ def _losses(outputs: Any, share: Share) -> tuple[Tensor, Tensor | None]:
     return loss, None if auxiliary is None else share.coefficient * auxiliary.to(loss.device)
 
 
-def _main(loss: Tensor, share: Share) -> Tensor:
+def _main(loss: Tensor, share: LossShare) -> Tensor:
     if share.main and not math.isnan(share.main):
         return loss if share.main == 1 else share.main * loss
     # `apply` is untyped in torch.

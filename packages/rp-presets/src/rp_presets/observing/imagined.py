@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rp_presets.errors import UnknownLoss
 from rp_presets.losses import OwnLoss, OwnLosses, observe_loss
-from rp_presets.observing.trace import Seen, undisturbed
+from rp_presets.observing.trace import LayersSeen, undisturbed
 from rp_presets.rows import capture
 from rp_presets.rows.absent import Spec
 from rp_presets.rows.arguments import use_cache_of
@@ -28,7 +28,7 @@ class Imagined:
     `tokens`: the number of tokens in the batch that `seen` comes from.
     """
 
-    def __init__(self, layout: RowLayout, seen: Sequence[Seen], tokens: int, device: torch.device) -> None:
+    def __init__(self, layout: RowLayout, seen: Sequence[LayersSeen], tokens: int, device: torch.device) -> None:
         self.device = device
         self._layout = layout
         self._collected = [
@@ -81,7 +81,9 @@ def _waves(rows: Tensor, width: int, number: int = 1) -> Tensor:
     return waves.to(torch.promote_types(rows.dtype, torch.float32))
 
 
-def own_losses(model: nn.Module, layout: RowLayout, seen: Sequence[Seen], inputs: Mapping[str, Any]) -> OwnLosses:
+def own_losses(
+    model: nn.Module, layout: RowLayout, seen: Sequence[LayersSeen], inputs: Mapping[str, Any]
+) -> OwnLosses:
     """Return the model's own losses, each observed at the first call with its kind of labels."""
     first = next(value for value in inputs.values() if isinstance(value, Tensor))
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

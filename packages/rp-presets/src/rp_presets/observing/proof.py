@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rp_presets.errors import NotARow, UnsupportedModel
 from rp_presets.observing.randomness import seed_generators
-from rp_presets.observing.trace import Seen
+from rp_presets.observing.trace import LayersSeen
 from rp_presets.rows.carry import Carry, Origin, Value
 from rp_presets.rows.glue import Epilogue, Glue, Interlude, Prologue
 from rp_presets.rows.layout import RowLayout
@@ -22,7 +22,9 @@ from rp_presets.rows.trees import leaves
 _SEEDS = (1, 2, 3)
 
 
-def proven(model: nn.Module, layout: RowLayout, seen: Sequence[Seen], inputs: Mapping[str, Any]) -> RowLayout:
+def proven(
+    model: nn.Module, layout: RowLayout, seen: Sequence[LayersSeen], inputs: Mapping[str, Any]
+) -> RowLayout:
     """Prove that the layout is a row; return it with everything that the code after layers needs from before them.
 
     Raises `NotARow` if a list of layers is not a row.
@@ -31,7 +33,9 @@ def proven(model: nn.Module, layout: RowLayout, seen: Sequence[Seen], inputs: Ma
         return _proven(model, layout, seen, inputs)
 
 
-def _proven(model: nn.Module, layout: RowLayout, seen: Sequence[Seen], inputs: Mapping[str, Any]) -> RowLayout:
+def _proven(
+    model: nn.Module, layout: RowLayout, seen: Sequence[LayersSeen], inputs: Mapping[str, Any]
+) -> RowLayout:
     floats = {(-1, name, 0) for name, value in inputs.items() if isinstance(value, Tensor)}
     for stage in range(1, len(layout.segments) + 1):
         origins = _origins(model, layout, seen, inputs, stage)
@@ -53,7 +57,9 @@ def _proven(model: nn.Module, layout: RowLayout, seen: Sequence[Seen], inputs: M
     return layout
 
 
-def _refuse_memory(model: nn.Module, layout: RowLayout, seen: Sequence[Seen], inputs: Mapping[str, Any]) -> None:
+def _refuse_memory(
+    model: nn.Module, layout: RowLayout, seen: Sequence[LayersSeen], inputs: Mapping[str, Any]
+) -> None:
     """Refuse code whose result depends on how often it ran: each device has a copy, which runs at other times."""
     later = range(1, len(layout.segments))
     glues = [
@@ -81,7 +87,7 @@ def _refuse_nonfinite_weights(model: nn.Module) -> None:
             )
 
 
-def _all_outcomes(glues: Sequence[Glue], seen: Sequence[Seen], inputs: Mapping[str, Any]) -> list[list[Any]]:
+def _all_outcomes(glues: Sequence[Glue], seen: Sequence[LayersSeen], inputs: Mapping[str, Any]) -> list[list[Any]]:
     """Run the code of all stages with the observed results of the layers; return what each stage computes."""
     outcomes: list[list[Any]] = []
     result: Any = None
@@ -100,7 +106,7 @@ def _is_enough(outcome: Callable[[], list[Any]], reference: list[Any]) -> bool:
 
 
 def _origins(
-    model: nn.Module, layout: RowLayout, seen: Sequence[Seen], inputs: Mapping[str, Any], stage: int
+    model: nn.Module, layout: RowLayout, seen: Sequence[LayersSeen], inputs: Mapping[str, Any], stage: int
 ) -> set[Origin]:
     """Return the origins of everything that is computed before the code of a stage."""
     carry = _passed_to_stage(model, layout, seen, inputs, stage, _SEEDS[0])
@@ -109,7 +115,12 @@ def _origins(
 
 
 def _passed_to_stage(
-    model: nn.Module, layout: RowLayout, seen: Sequence[Seen], inputs: Mapping[str, Any], stage: int, seed: int
+    model: nn.Module,
+    layout: RowLayout,
+    seen: Sequence[LayersSeen],
+    inputs: Mapping[str, Any],
+    stage: int,
+    seed: int,
 ) -> Carry:
     """Return the carry that the code of a stage gets if the layers return their observed results."""
     seed_generators(seed)
@@ -121,7 +132,7 @@ def _passed_to_stage(
     return carry
 
 
-def _after_layers(carry: Carry, seen: Seen) -> Carry:
+def _after_layers(carry: Carry, seen: LayersSeen) -> Carry:
     computed = {
         expected.key: leaf
         for call, result in zip(carry.program.calls, seen.results, strict=True)
@@ -142,7 +153,7 @@ def _after_layers(carry: Carry, seen: Seen) -> Carry:
 def _outcome(
     model: nn.Module,
     layout: RowLayout,
-    seen: Sequence[Seen],
+    seen: Sequence[LayersSeen],
     inputs: Mapping[str, Any],
     stage: int,
     *,

@@ -15,14 +15,14 @@ from rp_presets.observing.attributes import Attributes, holds_others, is_scratch
 from rp_presets.observing.hidden import Reads, held_by
 from rp_presets.observing.randomness import generators, seed_generators
 from rp_presets.rows import capture
-from rp_presets.rows.layout import Like, RowLayout, Segment
+from rp_presets.rows.layout import LayerSegment, Like, RowLayout
 from rp_presets.rows.recorder import boxes_of, direct_tensors
 from rp_presets.rows.skeleton import CalledModule, Method, Stub, children_of, in_session, skeleton
 from rp_presets.rows.trees import contents_of, is_plain, leaves, mapped, same
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class LayersSeen:
     """The observation of one list of layers in one run.
 
     `results`: the result of each layer. `written`: the contents of containers that the layers wrote to, by number.
@@ -37,7 +37,8 @@ class Seen:
 class Trace:
     """A `Session` in which everything runs, except that of several layers of one kind only the first does.
 
-    `lists`: the lists of layers to observe, by name; each with the indices at which it is divided, see `Segment`.
+    `lists`: the lists of layers to observe, by name; each with the indices at which it is divided, see
+    `LayerSegment`.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Trace:
     def layout(self, *, cache_argument: bool) -> RowLayout:
         """Return the observed layout."""
         segments = [
-            Segment(self._places[number][0], tuple(self._templates[number]), self._places[number][1])
+            LayerSegment(self._places[number][0], tuple(self._templates[number]), self._places[number][1])
             for number in self._order
         ]
         parts = [frozenset(self._used[phase]) for phase in range(len(segments) + 1)]
@@ -106,10 +107,11 @@ class Trace:
             self._hooks,
         )
 
-    def seen(self) -> list[Seen]:
+    def seen(self) -> list[LayersSeen]:
         """Return the observation of each list of layers, in the order of the segments."""
         return [
-            Seen(self._results[number], self._written(number), self._collected[number]) for number in self._order
+            LayersSeen(self._results[number], self._written(number), self._collected[number])
+            for number in self._order
         ]
 
     def _written(self, number: int) -> dict[int, Any]:

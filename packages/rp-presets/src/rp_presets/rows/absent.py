@@ -32,10 +32,10 @@ class Spec:
         return cls(torch.Size(), tensor.dtype).stand_in(tensor.device).expand(tensor.shape)
 
     def stand_in(self, device: torch.device) -> Tensor:
-        """Return a `StandIn` of this shape and dtype, filled with NaN or zeros."""
+        """Return a `AbsentTensor` of this shape and dtype, filled with NaN or zeros."""
         floating = self.dtype.is_floating_point or self.dtype.is_complex
         filled = torch.full(self.shape, float("nan") if floating else 0, dtype=self.dtype, device=device)
-        return filled.as_subclass(StandIn)
+        return filled.as_subclass(AbsentTensor)
 
 
 def standing_in(tree: Any, device: torch.device) -> Any:
@@ -43,12 +43,12 @@ def standing_in(tree: Any, device: torch.device) -> Any:
     return mapped(lambda leaf: leaf.stand_in(device) if isinstance(leaf, Spec) else leaf, tree)
 
 
-class StandIn(torch.Tensor):
+class AbsentTensor(torch.Tensor):
     """Has the shape and dtype of a tensor that is not available. Results computed from it are stand-ins, too.
 
     >>> made = Spec(torch.Size([2]), torch.float32).stand_in(torch.device("cpu")) * torch.ones(3, 1)
     >>> type(made).__name__, made.shape
-    ('StandIn', torch.Size([3, 2]))
+    ('AbsentTensor', torch.Size([3, 2]))
     """
 
     @classmethod
@@ -59,7 +59,7 @@ class StandIn(torch.Tensor):
         # Torch leaves the types of this method open.
         result = super().__torch_function__(func, types, args, kwargs or {})  # pyright: ignore
         if writes(func) and type(args[0]) is Tensor:
-            args[0].__class__ = StandIn
+            args[0].__class__ = AbsentTensor
         return cast(Any, result)
 
 

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from rp_presets.caches.before import is_state
-from rp_presets.caches.held import HeldState, is_fixed
+from rp_presets.caches.held import HeldCaches, is_fixed
 from rp_presets.rows.absent import Spec
 from rp_presets.rows.trees import Box, frozen, leaves
 
@@ -52,7 +52,7 @@ class LayerCall:
     done_boxes: frozenset[int]
 
 
-class Program:
+class LayerCalls:
     """The calls of the layers of one list, for one set of arguments. Immutable.
 
     `empty`: an empty copy of each container, by key. `past`: results of parts and of earlier layers, with `Spec`
@@ -78,14 +78,14 @@ class Program:
         self.specs = dict(specs)
         self.truths = tuple(truths)
 
-    def with_arguments(self, changed: Callable[[Any], Any]) -> Program:
+    def with_arguments(self, changed: Callable[[Any], Any]) -> LayerCalls:
         """Return a program that calls the layers with changed arguments."""
         calls = [replace(call, arguments=changed(call.arguments)) for call in self.calls]
-        return Program(calls, self.empty, self.past, self.specs, self.truths)
+        return LayerCalls(calls, self.empty, self.past, self.specs, self.truths)
 
-    def held_state(self) -> HeldState | None:
+    def held_state(self) -> HeldCaches | None:
         """Return what layers write beside what they hand on: caches; None if these give it another place."""
-        return HeldState(self._caches) if all(map(is_fixed, self._caches)) else None
+        return HeldCaches(self._caches) if all(map(is_fixed, self._caches)) else None
 
     @cached_property
     def _caches(self) -> list[Any]:
@@ -93,7 +93,7 @@ class Program:
         return list({id(leaf): leaf for leaf in leaves(arguments) if is_state(leaf)}.values())
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Program) and self._read_by_layers == other._read_by_layers)
+        return self is other or (isinstance(other, LayerCalls) and self._read_by_layers == other._read_by_layers)
 
     def __hash__(self) -> int:
         return self._hash
@@ -113,19 +113,19 @@ class Program:
         calls = [(call.arguments, call.result, call.done, call.done_boxes) for call in self.calls]
         return frozen(calls), frozen(self.empty)
 
-    def is_surely(self, other: Program) -> bool:
+    def is_surely(self, other: LayerCalls) -> bool:
         """Return whether it is seen at once that layers do the same by another program."""
         calls = zip(self.calls, other.calls, strict=False)
         no_boxes = not (self.empty or other.empty)
         return no_boxes and len(self.calls) == len(other.calls) and all(starmap(_is_same_call, calls))
 
-    def __deepcopy__(self, memo: object) -> Program:
+    def __deepcopy__(self, memo: object) -> LayerCalls:
         del memo
         return self
 
 
 # Programs that graphs know are alive, those of other calls soon gone.
-_FROZEN: WeakValueDictionary[int, Program] = WeakValueDictionary()
+_FROZEN: WeakValueDictionary[int, LayerCalls] = WeakValueDictionary()
 
 
 def _is_same_call(one: LayerCall, other: LayerCall) -> bool:
@@ -165,4 +165,4 @@ class Carry(NamedTuple):
     collected: dict[str, Any]
     arguments: Any
     parts: dict[Origin, Any]
-    program: Program
+    program: LayerCalls

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from rp_presets.errors import UnsupportedModel
-from rp_presets.rows.absent import Absent, StandIn, standing_in
+from rp_presets.rows.absent import Absent, AbsentTensor, standing_in
 from rp_presets.rows.arguments import asks_for_more, snapshots_in, states_in, travelling, with_cache_as_given
 from rp_presets.rows.carry import Carry
 from rp_presets.rows.layer import SharesConfigs
 from rp_presets.rows.layout import RowLayout
-from rp_presets.rows.session import Reached, Run, ending
+from rp_presets.rows.session import Reached, StageRun, ending
 from rp_presets.rows.skeleton import in_session, skeleton
 from rp_presets.rows.trees import leaves
 
@@ -68,10 +68,10 @@ class Glue(SharesConfigs):
 
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, before: Carry | None
-    ) -> Run:
+    ) -> StageRun:
         """Create the session for one forward."""
         keeps_all = asks_for_more(self.model, args, kwargs)
-        return Run(self.stage, self.layout, device, before, self.at_its_code, keeps_all=keeps_all)
+        return StageRun(self.stage, self.layout, device, before, self.at_its_code, keeps_all=keeps_all)
 
 
 class Prologue(Glue):
@@ -115,7 +115,7 @@ class Epilogue(Glue):
         with in_session(run), run.truths, ending(run):
             output = run.with_handed(self.model(*args, **kwargs))
             run.check()
-        if any(isinstance(leaf, Absent | StandIn) for leaf in leaves(output)):
+        if any(isinstance(leaf, Absent | AbsentTensor) for leaf in leaves(output)):
             raise UnsupportedModel(
                 f"the output ({type(output).__name__}) holds what the row did not hand on: with these arguments, "
                 "the code after the layers reads more of what comes before them than when it was observed; "

@@ -32,7 +32,7 @@ class Like:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class LayerSegment:
     """Layers of one list that run in order, with none of the model's code between them.
 
     `path`: the name of their list. `results`: the result of each, with `Like` in place of tensors. `start`: the
@@ -62,7 +62,7 @@ class RowLayout:
     run, which code around them cannot read. `hooks`: transformers' hooks on the model.
     """
 
-    segments: tuple[Segment, ...]
+    segments: tuple[LayerSegment, ...]
     spine: frozenset[str]
     parts: tuple[frozenset[str], ...]
     needed: frozenset[Origin]

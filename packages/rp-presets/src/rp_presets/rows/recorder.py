@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rp_presets.caches.before import is_state
-from rp_presets.rows.absent import Absent, Spec, StandIn
+from rp_presets.rows.absent import Absent, AbsentTensor, Spec
 from rp_presets.rows.carry import BoxKey, LayerCall, Value
 from rp_presets.rows.layout import Like
 from rp_presets.rows.trees import Box, contents_of, emptied, is_box, is_plain, leaves, like_tuple, mapped, same
@@ -102,7 +102,7 @@ class CallRecorder:
 
     def _key(self, leaf: Any) -> Any:
         # Most are what the layers before were handed, too. One may have become a stand-in since.
-        if (same := self._keys.get(id(leaf))) is not None and leaf.__class__ is not StandIn:
+        if (same := self._keys.get(id(leaf))) is not None and leaf.__class__ is not AbsentTensor:
             return same
         if is_box(leaf):
             return self._box_key(leaf)
@@ -111,7 +111,7 @@ class CallRecorder:
             if leaf.key is None or known is None or known() is not leaf:
                 self._refuse("a layer is handed what a layer of another list returned")
             return Value(leaf.key)
-        if isinstance(leaf, StandIn):
+        if isinstance(leaf, AbsentTensor):
             self._refuse("a layer is handed what is computed from what the row does not hand on")
         if isinstance(leaf, Tensor):
             key = self._next()

@@ -1,4 +1,4 @@
-"""`Run`: one run of a model's forward on a skeleton, which runs the code of one stage and replays everything else.
+"""`StageRun`: a run of a model's forward on a skeleton, which runs one stage's code and replays everything else.
 
 The code of stage `k` is the model's code after its list of layers `k - 1` and before its list `k`. Forward runs
 from the beginning. Before the stage, layers and parts return their results from earlier stages if these are read
@@ -21,8 +21,8 @@ from rp_presets.errors import ComputesBetween, NotARow
 from rp_presets.losses import lazy_logits
 from rp_presets.rows import capture
 from rp_presets.rows.absent import Absent, Spec, standing_in
-from rp_presets.rows.carry import Carry, LayerCall, Origin, Program, Value
-from rp_presets.rows.layout import RowLayout, Segment
+from rp_presets.rows.carry import Carry, LayerCall, LayerCalls, Origin, Value
+from rp_presets.rows.layout import LayerSegment, RowLayout
 from rp_presets.rows.recorder import CallRecorder, boxes_of, direct_tensors
 from rp_presets.rows.skeleton import CalledModule, Method, Stub
 from rp_presets.rows.trees import Box, is_plain, leaves, mapped, refill
@@ -48,7 +48,7 @@ def remembering_towers() -> Generator[None]:
         _REMEMBERED.reset(token)
 
 
-class Run:
+class StageRun:
     """A `Session` that runs the code of one stage.
 
     `before`: the carry of the layers before it; None for the first stage. `at_its_code`: called when the code of
@@ -151,7 +151,7 @@ class Run:
                 f"the model called {self._position} of its {count} layers; in a row each runs once, and none "
                 "is skipped at random (layerdrop) or by arguments"
             )
-        program = Program(
+        program = LayerCalls(
             self._recorder.calls(),
             self._recorder.empty(),
             self._past,
@@ -334,7 +334,7 @@ class Run:
         self._raise(ComputesBetween(self._segment.path, reason, index) if self._position else None, reason)
 
     @property
-    def _segment(self) -> Segment:
+    def _segment(self) -> LayerSegment:
         segments = self._layout.segments
         return segments[min(self._phase, len(segments) - 1)]
 
@@ -348,7 +348,7 @@ class Run:
 
 
 @contextmanager
-def ending(run: Run) -> Generator[None]:
+def ending(run: StageRun) -> Generator[None]:
     """End a run with the context."""
     try:
         yield

@@ -129,13 +129,13 @@ class Stub(nn.Module):
             return getattr(vars(self)["facts"], name)
 
 
-class Outline:
+class ModuleOutline:
     """The plain attributes of a module that is not held, and the shapes and dtypes of its tensors."""
 
     def __init__(self, module: nn.Module) -> None:
         self.own = {name: value for name, value in vars(module).items() if _is_fact(name, value)}
         self._specs = {name: cast(Spec, Spec.of(tensor)) for name, tensor in _own_tensors(module)}
-        self._children = {name: Outline(child) for name, child in module.named_children()}
+        self._children = {name: ModuleOutline(child) for name, child in module.named_children()}
         # A property of transformers' models: that of the first weight.
         floating = (one.dtype for one in module.parameters() if one.is_floating_point())
         self._dtype = next(floating, None) if isinstance(getattr(type(module), "dtype", None), property) else None
@@ -156,7 +156,7 @@ class Outline:
             return self._dtype
         return self.own[name] if name in self.own else self._children[name]
 
-    def __deepcopy__(self, memo: object) -> Outline:
+    def __deepcopy__(self, memo: object) -> ModuleOutline:
         del memo
         return self
 
@@ -174,7 +174,7 @@ class CalledModule(nn.Module):
         self.path = path
         self.inner = module if is_held else None
         self.training = module.training
-        vars(self)["outline"] = Outline(module)
+        vars(self)["outline"] = ModuleOutline(module)
         vars(self)["kind"] = type(module)
         vars(self)["_like"] = next((Spec.of(one) for one in module.parameters()), None)
         vars(self)["parameters"] = types.MethodType(_parameters, self)
@@ -200,7 +200,7 @@ class CalledModule(nn.Module):
 
     def known(self, name: str) -> Any:
         """Return an attribute of a module that is not held: a stand-in or an outline for a tensor or submodule."""
-        outline = cast(Outline, vars(self)["outline"])
+        outline = cast(ModuleOutline, vars(self)["outline"])
         return getattr(outline, name) if outline.has(name) else getattr(self.held(), name)
 
     def __getattr__(self, name: str) -> Any:

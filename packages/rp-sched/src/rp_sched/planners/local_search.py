@@ -6,7 +6,7 @@ from itertools import product
 
 from rp_sched.errors import Infeasible
 from rp_sched.planners.roundrobin import RoundRobin
-from rp_sched.planners.search_space import Division, Shape, Space
+from rp_sched.planners.search_space import Division, PlanShape, Space
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.task_kinds import TaskKind
@@ -61,7 +61,7 @@ class Finder:
         self._least_ms = self._space.bound_ms()
         self._tolerance = max(tolerance, EQUAL)
         self.steps = 0
-        self._tried: dict[Shape, float] = {}
+        self._tried: dict[PlanShape, float] = {}
         published = RoundRobin().plan(loads, devices=devices, microbatches=microbatches, mode=mode)
         for plan in (*first, published, *self._leanest()):
             self._try(plan, MOST_CALLS)
@@ -179,7 +179,7 @@ class Finder:
             yield from self._climb(shape)
         yield from self._move_cuts()
 
-    def _try_shape(self, shape: Shape) -> float:
+    def _try_shape(self, shape: PlanShape) -> float:
         if shape not in self._tried:
             few = shape.tasks <= MOST_TASKS
             self._tried[shape] = self._try(self._space.shaped(shape), ROUGH_CALLS) if few else float("inf")
@@ -194,10 +194,10 @@ class Finder:
                 self._try(self._space.shaped(shape), MOST_CALLS)
                 yield
 
-    def _climb(self, shape: Shape) -> Iterator[None]:
+    def _climb(self, shape: PlanShape) -> Iterator[None]:
         """Climb by moving to the fastest neighbour while it is faster."""
         while True:
-            nearby: list[Shape] = []
+            nearby: list[PlanShape] = []
             for other in neighbours(self._space, shape):
                 self._try_shape(other)
                 nearby.append(other)
@@ -217,7 +217,7 @@ class Finder:
                 yield
 
 
-def seeds(space: Space) -> Iterator[Shape]:
+def seeds(space: Space) -> Iterator[PlanShape]:
     """Yield a variety of shapes to start from, the most promising first."""
     devices, most = space.devices, space.microbatches
     totals = dict.fromkeys((2 * devices, 3 * devices, 4 * devices, devices, 6 * devices, 3 * devices // 2))
@@ -226,9 +226,9 @@ def seeds(space: Space) -> Iterator[Shape]:
         *((1, all_devices, 1), (all_devices,) * 3, (1, 1, 1), (most,) * 3, (2, 2, 2), (1, most, 1), (3, 3, 3)),
         *((1, 2, 1), (1, 3, 1), (4, 4, 4)),
     ]
-    seen: set[Shape] = set()
+    seen: set[PlanShape] = set()
     for total, start, part in product(totals, _spread(space.starts), parts):
-        shape = space.nearest(Shape(start, *_stages(space, start, total), Division(*part)))
+        shape = space.nearest(PlanShape(start, *_stages(space, start, total), Division(*part)))
         if shape is not None and shape not in seen:
             seen.add(shape)
             yield shape
@@ -250,31 +250,31 @@ def _stages(space: Space, start: int, total: int) -> tuple[int, int]:
     return round(total * up_ms / all_ms), round(total * down_ms / all_ms)
 
 
-def neighbours(space: Space, shape: Shape) -> Iterator[Shape]:
+def neighbours(space: Space, shape: PlanShape) -> Iterator[PlanShape]:
     """Yield shapes that differ slightly from `shape`."""
     start, up, down, division = shape
     parts = max(division)
     near = [
-        *(Shape(start + by, up, down, division) for by in (-1, 1, -3, 3)),
-        *(Shape(start, up + by, down, division) for by in (-1, 1, -2, 2)),
-        *(Shape(start, up, down + by, division) for by in (-1, 1, -2, 2)),
-        *(Shape(start, up + by, down + by, division) for by in (-1, 1)),
+        *(PlanShape(start + by, up, down, division) for by in (-1, 1, -3, 3)),
+        *(PlanShape(start, up + by, down, division) for by in (-1, 1, -2, 2)),
+        *(PlanShape(start, up, down + by, division) for by in (-1, 1, -2, 2)),
+        *(PlanShape(start, up + by, down + by, division) for by in (-1, 1)),
     ]
     for other in (parts - 1, parts, parts + 1):
-        near += [Shape(start, up, down, Division(*part)) for part in ((other,) * 3, (1, other, 1))]
+        near += [PlanShape(start, up, down, Division(*part)) for part in ((other,) * 3, (1, other, 1))]
     found = (space.nearest(candidate) for candidate in near)
     yield from dict.fromkeys(candidate for candidate in found if candidate not in (None, shape))
 
 
-def simpler(space: Space, plan: Plan) -> Iterator[Shape]:
+def simpler(space: Space, plan: Plan) -> Iterator[PlanShape]:
     """Yield shapes with fewer stages or groups than a plan, with the same start of the fused stage."""
     start = space.loads.num_layers if plan.fused is None else plan.fused.start
     up, down = len(plan.forward), len(plan.backward)
     division = Division(len(plan.forward_groups) or 1, len(plan.groups) or 1, len(plan.backward_groups) or 1)
     near = [
-        *(Shape(start, up, down, less) for less in space.divisions(start) if max(less) <= max(division)),
-        *(Shape(start, fewer, down, division) for fewer in (up - 1, up // 2)),
-        *(Shape(start, up, fewer, division) for fewer in (down - 1, down // 2)),
+        *(PlanShape(start, up, down, less) for less in space.divisions(start) if max(less) <= max(division)),
+        *(PlanShape(start, fewer, down, division) for fewer in (up - 1, up // 2)),
+        *(PlanShape(start, up, fewer, division) for fewer in (down - 1, down // 2)),
     ]
     found = (space.nearest(candidate) for candidate in near)
     yield from dict.fromkeys(candidate for candidate in found if candidate is not None)

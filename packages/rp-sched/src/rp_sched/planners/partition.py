@@ -14,10 +14,10 @@ RELATIVE_PRECISION = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CostSums:
     """Prefix sums of layer costs, for the cost of any contiguous stage.
 
-    >>> row = Row.of(times_ms=[[1, 2, 3]], state_bytes=[5, 5, 5], resident_bytes=[6, 6, 6])
+    >>> row = CostSums.of(times_ms=[[1, 2, 3]], state_bytes=[5, 5, 5], resident_bytes=[6, 6, 6])
     >>> row.stage_ms(range(1, 3))
     5.0
 
@@ -41,7 +41,7 @@ class Row:
         resident_bytes: Iterable[int],
         state_limit: float = math.inf,
         resident_limit: float = math.inf,
-    ) -> "Row":
+    ) -> "CostSums":
         """Return the prefix sums of costs given per layer."""
         return cls(
             tuple(tuple(accumulate(times, initial=0.0)) for times in times_ms),
@@ -74,22 +74,22 @@ class Row:
         return len(layers) == 1 or (state <= self.state_limit and resident <= self.resident_limit)
 
 
-def forward_row(loads: Loads, microbatches: int) -> Row:
+def forward_row(loads: Loads, microbatches: int) -> CostSums:
     """Return the layers' costs in forward stages: weights are uploaded, no activations are kept."""
     return _row(loads, TaskKind.FORWARD, microbatches)
 
 
-def backward_row(loads: Loads, microbatches: int) -> Row:
+def backward_row(loads: Loads, microbatches: int) -> CostSums:
     """Return the layers' costs in backward and fused stages, which run both directions and download gradients."""
     return _row(loads, TaskKind.BACKWARD, microbatches)
 
 
-def _row(loads: Loads, kind: TaskKind, microbatches: int) -> Row:
+def _row(loads: Loads, kind: TaskKind, microbatches: int) -> CostSums:
     single = [loads.of(kind, range(layer, layer + 1)) for layer in range(loads.num_layers)]
     limits = loads.limits
     up_ms, down_ms = limits.upload_ms_per_byte, limits.download_ms_per_byte
     stage, device, ahead = limits.stage_limit_bytes, limits.smallest_memory_bytes, limits.ahead_bytes
-    return Row.of(
+    return CostSums.of(
         times_ms=[
             [microbatches * load.ms for load in single],
             [load.weight_bytes * up_ms for load in single],
@@ -103,7 +103,7 @@ def _row(loads: Loads, kind: TaskKind, microbatches: int) -> Row:
     )
 
 
-def reach(row: Row, start: int, end: int, cap_ms: float) -> int:
+def reach(row: CostSums, start: int, end: int, cap_ms: float) -> int:
     """Return the end of the longest stage from `start` that fits within `cap_ms`; it has at least one layer."""
 
     def too_much(stop: int) -> bool:
@@ -113,10 +113,10 @@ def reach(row: Row, start: int, end: int, cap_ms: float) -> int:
     return start + 1 + bisect_left(range(start + 2, end + 1), True, key=too_much)
 
 
-def fewest(row: Row, end: int, cap_ms: float) -> int:
+def fewest(row: CostSums, end: int, cap_ms: float) -> int:
     """Return the smallest number of stages for the layers below `end` if none takes longer than `cap_ms`.
 
-    >>> fewest(Row.of(times_ms=[[1, 2, 3]], state_bytes=[0, 0, 0], resident_bytes=[0, 0, 0]), 3, 3.0)
+    >>> fewest(CostSums.of(times_ms=[[1, 2, 3]], state_bytes=[0, 0, 0], resident_bytes=[0, 0, 0]), 3, 3.0)
     2
     """
     count, start = 0, 0
@@ -126,7 +126,7 @@ def fewest(row: Row, end: int, cap_ms: float) -> int:
     return count
 
 
-def tail(row: Row, fits: Callable[[range], bool], longest: int, cap_ms: float) -> range:
+def tail(row: CostSums, fits: Callable[[range], bool], longest: int, cap_ms: float) -> range:
     """Return the longest last stage, of at most `longest` layers, that `fits` and takes at most `cap_ms`."""
     end = row.num_layers
 
@@ -154,10 +154,10 @@ def least_cap(count: Callable[[float], int], stages: int, low_ms: float, high_ms
     return high_ms
 
 
-def even(row: Row, end: int, stages: int, cap_ms: float) -> tuple[range, ...]:
+def even(row: CostSums, end: int, stages: int, cap_ms: float) -> tuple[range, ...]:
     """Cut the layers below `end` into exactly `stages` stages of about equal time, none above `cap_ms`.
 
-    >>> row = Row.of(times_ms=[[1] * 6], state_bytes=[0] * 6, resident_bytes=[0] * 6)
+    >>> row = CostSums.of(times_ms=[[1] * 6], state_bytes=[0] * 6, resident_bytes=[0] * 6)
     >>> even(row, 6, 3, 6.0)
     (range(0, 2), range(2, 4), range(4, 6))
 
@@ -174,7 +174,7 @@ def even(row: Row, end: int, stages: int, cap_ms: float) -> tuple[range, ...]:
     return tuple(cut)
 
 
-def _needed(row: Row, end: int, cap_ms: float) -> list[int]:
+def _needed(row: CostSums, end: int, cap_ms: float) -> list[int]:
     """Return, for each layer, the smallest number of stages from it to `end`."""
     needed = [0] * (end + 1)
     for start in range(end - 1, -1, -1):
@@ -191,7 +191,7 @@ def _stops(needed: Sequence[int], layers: range, left: int, furthest: int) -> ra
     return range(first, last + 1)
 
 
-def _nearest(row: Row, layers: range, left: int, stops: range) -> int:
+def _nearest(row: CostSums, layers: range, left: int, stops: range) -> int:
     """Return the stop that brings the next stage closest to its share of the time, then of the layers."""
     share_ms, share = row.stage_ms(layers) / left, len(layers) / left
 

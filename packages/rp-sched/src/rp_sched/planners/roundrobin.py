@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from rp_sched.planners.partition import Row, backward_row, even, fewest, forward_row, least_cap, tail
+from rp_sched.planners.partition import CostSums, backward_row, even, fewest, forward_row, least_cap, tail
 from rp_sched.problem import bounds
 from rp_sched.problem.checks import non_negative, speed, whole
 from rp_sched.problem.modes import Mode
@@ -77,7 +77,7 @@ class RoundRobin:
         backward = self._even_rows([each.backward for each in rows], wanted)
         return tuple(Plan(up, None, down[::-1]) for up, down in zip(forward, backward, strict=True))
 
-    def _even_rows(self, rows: Sequence[Row], wanted: int) -> list[tuple[range, ...]]:
+    def _even_rows(self, rows: Sequence[CostSums], wanted: int) -> list[tuple[range, ...]]:
         high_ms = self.upper_threshold * max(row.slowest_layer_ms for row in rows)
         layers = [row.num_layers for row in rows]
         needs = [fewest(row, row.num_layers, high_ms) for row in rows]
@@ -99,8 +99,8 @@ class _Rows:
     """The prefix sums of one model's layers for forward and for backward stages."""
 
     loads: Loads
-    forward: Row
-    backward: Row
+    forward: CostSums
+    backward: CostSums
 
     @classmethod
     def of(cls, loads: Loads, microbatches: int) -> "_Rows":
@@ -126,7 +126,7 @@ def _spread(wanted: int, needs: Sequence[int], times_ms: Sequence[float], most: 
     return counts
 
 
-def _stages(row: Row, wanted: int, high_ms: float) -> tuple[range, ...]:
+def _stages(row: CostSums, wanted: int, high_ms: float) -> tuple[range, ...]:
     """Cut all layers into at least `wanted` stages, from the first layer on."""
     end = row.num_layers
     stages = max(wanted, fewest(row, end, high_ms))
@@ -157,7 +157,7 @@ def _fused(rows: _Rows, wanted: int, high_ms: float) -> Plan:
     )
 
 
-def _share(forward: Row, backward: Row, end: int, stages: int, cap_ms: float) -> tuple[int, int]:
+def _share(forward: CostSums, backward: CostSums, end: int, stages: int, cap_ms: float) -> tuple[int, int]:
     """Return the numbers of forward and backward stages: what each needs, and the rest where stages are slower."""
     up, down = fewest(forward, end, cap_ms), fewest(backward, end, cap_ms)
     up_ms, down_ms = forward.stage_ms(range(end)), backward.stage_ms(range(end))

@@ -6,12 +6,12 @@ from functools import cached_property
 from itertools import combinations, pairwise
 from typing import NamedTuple, cast
 
-from rp_sched.planners.partition import Row, backward_row, even, fewest, forward_row
+from rp_sched.planners.partition import CostSums, backward_row, even, fewest, forward_row
 from rp_sched.problem import spans
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.task_kinds import TaskKind
-from rp_sched.simulation.resources import Work
+from rp_sched.simulation.resources import TaskWork
 from rp_sched.simulation.stage_costs import ALONE, Loads
 
 Cut = tuple[range, ...]
@@ -25,7 +25,7 @@ class Division(NamedTuple):
     backward: int
 
 
-class Shape(NamedTuple):
+class PlanShape(NamedTuple):
     """A plan without its exact cuts: the first fused layer, the numbers of stages, and the division."""
 
     start: int
@@ -102,7 +102,7 @@ class Space:
             self._groups[parts] = spans.divide(self.microbatches, parts)
         return self._groups[parts]
 
-    def shaped(self, shape: Shape) -> Plan:
+    def shaped(self, shape: PlanShape) -> Plan:
         """Return the plan of a shape: each direction is cut into stages of about equal time."""
         start, forward, backward, division = shape
         up = self._cut(TaskKind.FORWARD, start, forward)
@@ -115,25 +115,25 @@ class Space:
             self._even[kind, end, stages] = even(self._row(kind), end, stages, math.inf)
         return self._even[kind, end, stages]
 
-    def _row(self, kind: TaskKind) -> Row:
+    def _row(self, kind: TaskKind) -> CostSums:
         return self._backward if kind.runs_backward else self._forward
 
     @cached_property
-    def _forward(self) -> Row:
+    def _forward(self) -> CostSums:
         return forward_row(self.loads, self.microbatches)
 
     @cached_property
-    def _backward(self) -> Row:
+    def _backward(self) -> CostSums:
         return backward_row(self.loads, self.microbatches)
 
-    def nearest(self, shape: Shape) -> Shape | None:
+    def nearest(self, shape: PlanShape) -> PlanShape | None:
         """Return the shape with the nearest possible stage counts; None if its start or division is impossible."""
         if shape.start not in self.starts or not 1 <= max(shape.division) <= self.microbatches:
             return None
         end = shape.start
         up = min(max(shape.forward, self._fewest(TaskKind.FORWARD, end)), end)
         down = min(max(shape.backward, self._fewest(TaskKind.BACKWARD, end)), end) if self.mode != "infer" else 0
-        return Shape(end, up, down, self._possible(end, shape.division))
+        return PlanShape(end, up, down, self._possible(end, shape.division))
 
     def _fewest(self, kind: TaskKind, end: int) -> int:
         if (kind, end) not in self._least:
@@ -146,7 +146,7 @@ class Space:
         trains = self.mode != "infer"
         again_ms = loads.backward_ms[-1] + loads.forward_ms[start] if trains else 0.0
         sent, _, stepped = loads.leaving(range(loads.num_layers), ALONE) if trains else (0, 0, 0.0)
-        work = Work(
+        work = TaskWork(
             busy_ms=count * (loads.forward_ms[-1] + again_ms),
             launch_ms=count * loads.least_launch_ms(start if trains else None),
             up_bytes=loads.weight_bytes[-1],

@@ -7,12 +7,12 @@ from typing import NamedTuple, assert_never
 from rp_sched.problem import bounds
 from rp_sched.problem.checks import whole
 from rp_sched.problem.task_kinds import TaskKind
-from rp_sched.simulation.timeline import Span, Timeline
+from rp_sched.simulation.timeline import TaskSpan, Timeline
 
 _ROW, _LEFT, _TOP, _WIDTH = 26, 48, 24, 1200
 
 
-class Look(NamedTuple):
+class KindStyle(NamedTuple):
     """A task kind's letter and colour in charts. Every other call shows `letter` in the other case."""
 
     letter: str
@@ -20,7 +20,7 @@ class Look(NamedTuple):
     colour_name: str
 
 
-def look(kind: TaskKind) -> Look:
+def look(kind: TaskKind) -> KindStyle:
     """Return a task kind's letter and colour in charts.
 
     >>> look(TaskKind.FORWARD).letter, look(TaskKind.FUSED).colour_name
@@ -28,11 +28,11 @@ def look(kind: TaskKind) -> Look:
     """
     match kind:
         case TaskKind.FORWARD:
-            return Look("f", "#4c78a8", "blue")
+            return KindStyle("f", "#4c78a8", "blue")
         case TaskKind.BACKWARD:
-            return Look("b", "#54a24b", "green")
+            return KindStyle("b", "#54a24b", "green")
         case TaskKind.FUSED:
-            return Look("X", "#e45756", "red")
+            return KindStyle("X", "#e45756", "red")
         case _:
             assert_never(kind)
 
@@ -80,7 +80,7 @@ def _pieces(timeline: Timeline, device: int) -> Iterator[tuple[str, float, float
             yield from ((letter, start_ms, end_ms) for start_ms, end_ms in _joined(span))
 
 
-def _joined(span: Span) -> Iterator[tuple[float, float]]:
+def _joined(span: TaskSpan) -> Iterator[tuple[float, float]]:
     start_ms, end_ms = span.microbatches[0]
     for begin_ms, until_ms in span.microbatches[1:]:
         if begin_ms > end_ms:
@@ -116,7 +116,7 @@ def svg(timeline: Timeline) -> str:
     )
 
 
-def _boxes(span: Span, all_ms: float) -> Iterator[str]:
+def _boxes(span: TaskSpan, all_ms: float) -> Iterator[str]:
     top = _TOP + _ROW * span.task.device
     opacity = 0.6 if span.call % 2 else 1.0
     for start_ms, end_ms in _joined(span):

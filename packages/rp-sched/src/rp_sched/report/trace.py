@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from rp_sched.simulation.timeline import Span, Timeline
+from rp_sched.simulation.timeline import TaskSpan, Timeline
 
 Event = dict[str, str | int | float | dict[str, str | int]]
 US_PER_MS = 1e3
@@ -35,7 +35,7 @@ def _events(timeline: Timeline) -> Iterator[Event]:
         yield _event(idle.reason, idle.device, _IDLE, idle.start_ms, idle.end_ms, {})
 
 
-def _of_span(span: Span) -> Iterator[Event]:
+def _of_span(span: TaskSpan) -> Iterator[Event]:
     task, device = span.task, span.task.device
     about: dict[str, str | int] = {"task": repr(task), "call": span.call}
     for microbatch, (start_ms, end_ms) in zip(task.microbatches, span.microbatches, strict=True):

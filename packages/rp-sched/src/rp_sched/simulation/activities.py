@@ -64,7 +64,7 @@ class Played:
 
 
 @dataclass(slots=True)
-class Call:
+class SimulatedCall:
     """One call: its launch, its tasks, when the caller has results, and the last step of each layer's weights."""
 
     number: int
@@ -85,22 +85,24 @@ class Calls:
         self._up: list[Activity | None] = [None] * devices
         self._down: list[Activity | None] = [None] * devices
         self._step: Activity | None = None
-        self._calls: list[Call] = []
+        self._calls: list[SimulatedCall] = []
         self._count = 0
         # How long each device, link and shared resource was busy.
         self._busy_ms: dict[tuple[Resource, int], float] = {}
 
-    def launch(self, tasks: Sequence[Task], microbatches: int, *, gated: bool) -> Call:
+    def launch(self, tasks: Sequence[Task], microbatches: int, *, gated: bool) -> SimulatedCall:
         """Add a call. `gated`: the backward pass starts when the caller has all outputs."""
         return result_of(self.launching(tasks, microbatches, gated=gated))
 
-    def launching(self, tasks: Sequence[Task], microbatches: int, *, gated: bool) -> Generator[None, None, Call]:
+    def launching(
+        self, tasks: Sequence[Task], microbatches: int, *, gated: bool
+    ) -> Generator[None, None, SimulatedCall]:
         """`launch` in small parts."""
         launch = self._launch()
         while launch.end_ms is None:
             self.fluid.step()
             yield
-        call = Call(self._count, launch)
+        call = SimulatedCall(self._count, launch)
         self._count += 1
         self._calls = [*self._calls[-2:], call]
         sums, feeds = list(_sums(tasks)), _Feeds(microbatches)
@@ -140,7 +142,7 @@ class Calls:
         sent, added, stepped = zip(*(self._loads.leaving(*join) for join in joins), strict=True)
         return load._replace(sent_bytes=sum(sent), added_bytes=sum(added), step_bytes=sum(stepped))
 
-    def _play(self, call: Call, task: Task, load: Load, feeds: "_Feeds") -> Played:
+    def _play(self, call: SimulatedCall, task: Task, load: Load, feeds: "_Feeds") -> Played:
         device, add = task.device, self.fluid.add
         lane, last = self._resources.lanes[device], self._last[device]
         launched: After = [(call.launch, 0.0)]
@@ -232,7 +234,7 @@ class Calls:
         self._note("link", 2 * device + way, nbytes * rate.own)
         return self.fluid.add(nbytes * rate.alone, rate.shares if nbytes else (), after)
 
-    def _add_step(self, call: Call, played: Played, adders: dict[int, list[Activity]]) -> None:
+    def _add_step(self, call: SimulatedCall, played: Played, adders: dict[int, list[Activity]]) -> None:
         update = self._resources.update
         if not (played.task.adds_gradients and update.alone):
             return

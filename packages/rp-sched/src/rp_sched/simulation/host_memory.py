@@ -9,7 +9,7 @@ from rp_sched.simulation.stage_costs import Loads
 _Key = tuple[str, int, int]
 
 
-class HostMemory:
+class HostMemoryUse:
     """Records the use of host memory, call by call.
 
     An activation is held from the end of the microbatch in the stage that produced it to the end of its last use:

@@ -12,7 +12,7 @@ from rp_sched.problem.plan import Plan
 from rp_sched.problem.tasks import check_tasks, phases
 from rp_sched.simulation.clock import Clock
 from rp_sched.simulation.resources import Resource, total
-from rp_sched.simulation.stage_costs import Brief, Loads, Piece, saved_layers
+from rp_sched.simulation.stage_costs import Brief, Loads, StageJobs, saved_layers
 
 # The most calls simulated for the steady state. Nearly always the devices return to an earlier state much sooner;
 # if not, the mean of the second half is used.
@@ -201,7 +201,7 @@ def _next(priced: PricedPlan, clock: Clock) -> float:
     return clock.next_call()
 
 
-def _pieces(plan: Plan, loads: Loads, mode: Mode, microbatches: int) -> Iterator[Piece]:
+def _pieces(plan: Plan, loads: Loads, mode: Mode, microbatches: int) -> Iterator[StageJobs]:
     saved = saved_layers(plan)
     for kind, stages, groups in phases(plan, microbatches):
         for index, layers in enumerate(stages):

@@ -60,7 +60,7 @@ class DeviceRates(NamedTuple):
     add_ms: float
 
 
-class Work(NamedTuple):
+class TaskWork(NamedTuple):
     """What tasks take in all: compute time, launching, and bytes of each kind; see `Load`."""
 
     busy_ms: float
@@ -72,13 +72,13 @@ class Work(NamedTuple):
     disk_bytes: int
 
 
-def total(works: Iterable[Work]) -> Work:
+def total(works: Iterable[TaskWork]) -> TaskWork:
     """The sum of several tasks' work.
 
-    >>> total([Work(1.0, 0.0, 3, 0, 0, 0.0, 0)] * 2).up_bytes
+    >>> total([TaskWork(1.0, 0.0, 3, 0, 0, 0.0, 0)] * 2).up_bytes
     6
     """
-    return Work(*map(sum, zip(*works, strict=True)))
+    return TaskWork(*map(sum, zip(*works, strict=True)))
 
 
 class Resources:
@@ -101,7 +101,7 @@ class Resources:
         self.add_ms = host.add_ms_per_byte
         self.disk_ms = host.disk_ms_per_byte
 
-    def loads_ms(self, work: Work, used: int) -> dict[Resource, float]:
+    def loads_ms(self, work: TaskWork, used: int) -> dict[Resource, float]:
         """How long each resource of the first `used` devices is busy with this work, if it is spread evenly.
 
         So no call that does this work can be faster, whatever device runs which task.
@@ -120,7 +120,7 @@ class Resources:
             "disk": work.disk_bytes * host.disk_ms_per_byte,
         }
 
-    def _moving_ms(self, work: Work, used: int, *, behind_switches: bool) -> float:
+    def _moving_ms(self, work: TaskWork, used: int, *, behind_switches: bool) -> float:
         up, down = (self._bytes_per_ms(used, way, behind_switches) for way in ("up", "down"))
         return max(work.up_bytes / up, (work.down_bytes + work.added_bytes) / down)
 

@@ -11,11 +11,11 @@ from rp_sched.problem.tasks import Task, check_order
 from rp_sched.problem.validation import check_problem, check_steps
 from rp_sched.simulation.activities import Calls, Microbatch, Played, result_of
 from rp_sched.simulation.assignment import Assigner
-from rp_sched.simulation.host_memory import HostMemory
+from rp_sched.simulation.host_memory import HostMemoryUse
 from rp_sched.simulation.makespan import PricedPlan
 from rp_sched.simulation.peak_memory import Holding, peak
 from rp_sched.simulation.stage_costs import Loads
-from rp_sched.simulation.timeline import Idle, Reason, Span, Timeline, mean_ms
+from rp_sched.simulation.timeline import Idle, Reason, TaskSpan, Timeline, mean_ms
 
 # Calls simulated for a plan's time per call: the first ones differ, since nothing is under way before them.
 STEADY_CALLS = 8
@@ -99,10 +99,10 @@ class _Recorder:
 
     def __init__(self, loads: Loads, devices: int) -> None:
         self._calls = Calls(loads, devices)
-        self._spans: list[Span] = []
+        self._spans: list[TaskSpan] = []
         self._idle: list[Idle] = []
         self._launches: list[float] = []
-        self._host = HostMemory(loads)
+        self._host = HostMemoryUse(loads)
         self._held: list[list[Holding]] = [[] for _ in range(devices)]
         self._busy = [0.0] * devices
         # When each device was last busy, and when everything ended.
@@ -146,7 +146,7 @@ class _Recorder:
         task = played.task
         times = tuple((one.parts[0].start_ms, one.parts[-1].ended_ms) for one in played.microbatches)
         marks = played.fetch.start_ms, played.fetch.ended_ms, played.left.ended_ms
-        self._spans.append(Span(played.call, task, times, *marks))
+        self._spans.append(TaskSpan(played.call, task, times, *marks))
         self._note_idle(played)
         self._note_held(played)
         self._host.note(task, [end for _, end in times])

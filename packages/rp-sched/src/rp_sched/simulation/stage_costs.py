@@ -11,7 +11,7 @@ from rp_sched.problem.limits import Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.task_kinds import TaskKind
-from rp_sched.simulation.resources import Resources, Work, total
+from rp_sched.simulation.resources import Resources, TaskWork, total
 
 # Bytes of a weight, and of a gradient that nothing is added to.
 WEIGHT_BYTES = 2
@@ -99,12 +99,12 @@ class UnassignedTask(NamedTuple):
 Brief = tuple[bool, int, int, float, float, float]
 
 
-class Piece(NamedTuple):
+class StageJobs(NamedTuple):
     """The jobs of one stage, in full, in brief, and what they take in all."""
 
     jobs: tuple[UnassignedTask, ...]
     brief: tuple[Brief, ...]
-    work: Work
+    work: TaskWork
 
 
 class Loads:
@@ -141,7 +141,7 @@ class Loads:
         self._stage_limit_bytes = limits.stage_limit_bytes
         self._room_ahead_bytes = limits.room_ahead_bytes
         self._resources: dict[int, Resources] = {}
-        self._pieces: dict[object, Piece] = {}
+        self._pieces: dict[object, StageJobs] = {}
 
     @property
     def num_layers(self) -> int:
@@ -228,7 +228,7 @@ class Loads:
 
     def piece(
         self, kind: TaskKind, layers: range, groups: tuple[range, ...], saved: Sequence[int], gate: bool
-    ) -> Piece:
+    ) -> StageJobs:
         """The jobs of a stage; cached, since planners try many plans with the same stages."""
         inside = tuple(layer for layer in saved if layer in layers) if not self.plain and kind.saves_inputs else ()
         key = (kind, layers, groups, inside, gate)
@@ -238,7 +238,7 @@ class Loads:
                 UnassignedTask(kind, layers, batch, gate and batch is groups[0], load)
                 for batch, load in zip(groups, loads, strict=True)
             )
-            self._pieces[key] = Piece(jobs, tuple(map(_brief, jobs)), total(map(_work, jobs)))
+            self._pieces[key] = StageJobs(jobs, tuple(map(_brief, jobs)), total(map(_work, jobs)))
         return self._pieces[key]
 
     def _group_loads(
@@ -328,9 +328,9 @@ def _brief(job: UnassignedTask) -> Brief:
     return job.gate, batch.start, batch.stop, step_ms, load.hop_ms, load.results_after_ms(step_ms)
 
 
-def _work(job: UnassignedTask) -> Work:
+def _work(job: UnassignedTask) -> TaskWork:
     count, load = len(job.microbatches), job.load
-    return Work(
+    return TaskWork(
         busy_ms=count * load.ms,
         launch_ms=count * load.launch_ms,
         up_bytes=load.weight_bytes + count * load.input_bytes,

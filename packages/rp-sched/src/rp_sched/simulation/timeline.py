@@ -16,7 +16,7 @@ device computes them. `end`: there are no more tasks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TaskSpan:
     """A task that ran. Times are in ms from the launch of the first call.
 
     `microbatches`: start and end of each. `fetch_ms`, `fetched_ms`: start and end of the weights' upload.
@@ -66,7 +66,7 @@ class Timeline:
     so on is busy with all calls at its full rate, a step of the optimizer after the last call among them.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[TaskSpan, ...]
     idle: tuple[Idle, ...]
     launches: tuple[float, ...]
     makespan_ms: float

@@ -19,7 +19,7 @@ from rp_serving.weights.adapters import Held, base_of, held_by, merged, whole
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SentTensors:
     """Tensors that are sent together. `read`: returns their values at that moment, in the order of `outlines`."""
 
     outlines: tuple[Outline, ...]
@@ -56,11 +56,11 @@ class ModelWeights:
             )
         self._base = base
         self._held: dict[str, Held] = {}
-        self._pieces: tuple[Piece, ...] = ()
+        self._pieces: tuple[SentTensors, ...] = ()
         self._look()
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[SentTensors, ...]:
         """What is sent together, in order, of the tensors that the model has now."""
         self._look()
         return self._pieces
@@ -89,16 +89,16 @@ class ModelWeights:
         found = [held.tensor.shape[0] for name, held in self._held.items() if name.endswith("embed_tokens.weight")]
         return found[0] if found else None
 
-    def _piece(self, names: Mapping[str, str]) -> Piece:
+    def _piece(self, names: Mapping[str, str]) -> SentTensors:
         outlines = [_described(saved, self._held[inner].tensor) for saved, inner in names.items()]
-        return Piece(tuple(outlines), partial(self._read, tuple(names.values())))
+        return SentTensors(tuple(outlines), partial(self._read, tuple(names.values())))
 
-    def _converted(self, conversion: Conversion) -> Piece:
+    def _converted(self, conversion: Conversion) -> SentTensors:
         def read() -> list[torch.Tensor]:
             made = conversion.convert(dict(zip(conversion.sources, self._read(conversion.sources), strict=True)))
             return [made[name] for name in conversion.results]
 
-        return Piece(tuple(_described(name, meta) for name, meta in conversion.results.items()), read)
+        return SentTensors(tuple(_described(name, meta) for name, meta in conversion.results.items()), read)
 
     def _read(self, names: Iterable[str]) -> list[torch.Tensor]:
         made: dict[int, dict[str, torch.Tensor]] = {}

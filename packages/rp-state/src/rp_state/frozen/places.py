@@ -1,4 +1,4 @@
-"""`Places`: which tensors lie in files already, our own or a checkpoint's."""
+"""`FilePlaces`: which tensors lie in files already, our own or a checkpoint's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rp_state.frozen.files import FrozenFile
 from rp_state.frozen.mapping import Stretch, all_stretches, stretches_at
 
 
-class Places:
+class FilePlaces:
     """Where tensors lie in files at the moment.
 
     Tensors in a mapped file of a checkpoint count if that is on the disk of `beside`, which reads it; None: they

@@ -10,7 +10,7 @@ from rp_optim.disk.volume import Transfer
 from rp_transfer import Layout, Reading, is_written
 
 from rp_state.frozen.mapping import Stretch
-from rp_state.frozen.places import Places
+from rp_state.frozen.places import FilePlaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class DiskSource:
 
     @property
     def alignment(self) -> int:
-        """See `rp_transfer.Source`."""
+        """See `rp_transfer.ByteSource`."""
         return self.stretch.file.alignment
 
     def begin(self, start: int, stop: int, memory: memoryview) -> Reading:
@@ -67,7 +67,7 @@ class DiskPart:
     source: DiskSource
 
 
-def parts_of(layout: Layout, tensors: tuple[torch.Tensor, ...], places: Places) -> tuple[DiskPart, ...]:
+def parts_of(layout: Layout, tensors: tuple[torch.Tensor, ...], places: FilePlaces) -> tuple[DiskPart, ...]:
     """Return the parts of a block whose tensors all lie in files: as few as their order there allows."""
     size = layout.dtype.itemsize
     joined: list[tuple[int, Stretch]] = []

@@ -14,7 +14,7 @@ from rp_transfer import Layout, MappedFiles, give_back_freed
 
 from rp_state.frozen.files import FrozenFile
 from rp_state.frozen.mapping import Mapping, Stretch
-from rp_state.frozen.places import Places
+from rp_state.frozen.places import FilePlaces
 from rp_state.frozen.source import DiskPart, parts_of
 
 # How much lies in one directory before the next: one slot of the ring that uploads read into, so all read at once.
@@ -87,10 +87,10 @@ class FrozenStore:
         self._reserved = self._used = 0
         self._opened: dict[int, FrozenFile] = {}
 
-    def places(self, files: MappedFiles) -> Places:
+    def places(self, files: MappedFiles) -> FilePlaces:
         """Return where tensors lie now."""
         beside = self._files[0] if len(self._files) == 1 else None
-        return Places(files, beside, self._opened, self._system)
+        return FilePlaces(files, beside, self._opened, self._system)
 
     def reserve(self, groups: Iterable[Sequence[torch.Tensor]], files: MappedFiles) -> None:
         """Reserve space for those of the tensors that are in no file. Raises `DiskFull` if it is too little."""

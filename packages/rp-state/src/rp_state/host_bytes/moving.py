@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
-from rp_transfer import Group, MappedFiles
+from rp_transfer import BlockGroup, MappedFiles
 
 from rp_state.layers import moves
 from rp_state.options import HostOptions
 
 
-def moving_groups(groups: Sequence[Group], options: HostOptions) -> list[Group]:
+def moving_groups(groups: Sequence[BlockGroup], options: HostOptions) -> list[BlockGroup]:
     """Those that move into blocks in memory."""
     return [found for found in groups if moves(found, options.pin, has_disk=options.frozen is not None)]
 
 
-def growth(moving: Sequence[Group], files: MappedFiles) -> tuple[int, int]:
+def growth(moving: Sequence[BlockGroup], files: MappedFiles) -> tuple[int, int]:
     """By how much memory grows while tensors move into blocks, one block at a time: at the end, and at most.
 
     Memory that a tensor leaves is freed, unless it is a file's, which was not in memory.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from rp_transfer import Group
+from rp_transfer import BlockGroup
 
 from rp_state.block import Block
 from rp_state.codes.layout import codes_nbytes
@@ -21,7 +21,7 @@ _UNDIVIDED = Undivided()
 
 
 def needed_by(
-    blocks: Iterable[Group | Block],
+    blocks: Iterable[BlockGroup | Block],
     options: HostOptions,
     *,
     second_blocks: bool,
@@ -48,7 +48,7 @@ def needed_by(
     )
 
 
-def _masters_bytes(found: Sequence[Group | Block], options: HostOptions, shards: Owners) -> int:
+def _masters_bytes(found: Sequence[BlockGroup | Block], options: HostOptions, shards: Owners) -> int:
     whole = sum(_master_bytes(block, options.optim_dtype, shards, options.master) for block in found)
     if options.disk is None:
         return whole
@@ -56,26 +56,26 @@ def _masters_bytes(found: Sequence[Group | Block], options: HostOptions, shards:
     return whole - sum(there) + options.disk.memory_for(there)
 
 
-def _passed_on(found: Sequence[Group | Block]) -> set[int]:
+def _passed_on(found: Sequence[BlockGroup | Block]) -> set[int]:
     """The blocks, by identity, whose gradients lie in another one's memory, in turn."""
     blocks = {id(one) for one in found if isinstance(one, Block) and not one.gradient.counts}
-    groups = sharing(one for one in found if isinstance(one, Group))
+    groups = sharing(one for one in found if isinstance(one, BlockGroup))
     return blocks | {id(one) for shared in groups for one in shared[1:]}
 
 
 def adam_bytes(
-    blocks: Iterable[Group | Block], optim_dtype: torch.dtype | None, shards: Owners = _UNDIVIDED
+    blocks: Iterable[BlockGroup | Block], optim_dtype: torch.dtype | None, shards: Owners = _UNDIVIDED
 ) -> int:
     """Bytes of Adam's state for a model: two numbers for each that is trained.
 
-    >>> adam_bytes([Group("trainable", (0,), (torch.zeros(8, dtype=torch.bfloat16),))], torch.float32)
+    >>> adam_bytes([BlockGroup("trainable", (0,), (torch.zeros(8, dtype=torch.bfloat16),))], torch.float32)
     64
     """
     return 2 * sum(_master_bytes(block, optim_dtype, shards, "whole") for block in blocks)
 
 
 def _master_bytes(
-    block: Group | Block, optim_dtype: torch.dtype | None, shards: Owners, master: MasterKind
+    block: BlockGroup | Block, optim_dtype: torch.dtype | None, shards: Owners, master: MasterKind
 ) -> int:
     return sum(
         tensor.numel() * (2 if master == "split" and can_split(tensor) else (optim_dtype or tensor.dtype).itemsize)
@@ -83,10 +83,10 @@ def _master_bytes(
     )
 
 
-def gradient_bytes(block: Group | Block, additions: int) -> int:
+def gradient_bytes(block: BlockGroup | Block, additions: int) -> int:
     """Bytes of a block's gradients to which so many tasks add: in 16 bits two blocks at most, otherwise one.
 
-    >>> found = Group("trainable", (0,), (torch.zeros(8, dtype=torch.bfloat16),))
+    >>> found = BlockGroup("trainable", (0,), (torch.zeros(8, dtype=torch.bfloat16),))
     >>> [gradient_bytes(found, additions) for additions in (1, 2, 3)]
     [16, 32, 32]
     """
@@ -96,11 +96,11 @@ def gradient_bytes(block: Group | Block, additions: int) -> int:
     return block.gradient.memory.most_bytes(own) if isinstance(block, Block) else own
 
 
-def _trained(block: Group | Block, shards: Owners) -> list[torch.Tensor]:
+def _trained(block: BlockGroup | Block, shards: Owners) -> list[torch.Tensor]:
     return _owned(block, shards) if block.kind == "trainable" else []
 
 
-def _owned(block: Group | Block, shards: Owners) -> list[torch.Tensor]:
+def _owned(block: BlockGroup | Block, shards: Owners) -> list[torch.Tensor]:
     """The parameters that this machine updates: all, unless there are several."""
     if isinstance(block, Block):
         # Its tensors may have been replaced since, and their owners with them.
@@ -109,7 +109,7 @@ def _owned(block: Group | Block, shards: Owners) -> list[torch.Tensor]:
     return list(filter(shards.owns, block.tensors))
 
 
-def _total_bytes(block: Group | Block, additions: int, shards: Owners) -> int:
+def _total_bytes(block: BlockGroup | Block, additions: int, shards: Owners) -> int:
     """Bytes of the sums over machines, which go beside one 16-bit block of gradients."""
     is_apart = shards.is_divided and additions == 1
     dtype = sum_dtype(block.layout.dtype)
@@ -119,7 +119,7 @@ def _total_bytes(block: Group | Block, additions: int, shards: Owners) -> int:
 
 
 def _needed(
-    block: Group | Block,
+    block: BlockGroup | Block,
     options: HostOptions,
     second_blocks: bool,
     additions: int,
@@ -129,7 +129,7 @@ def _needed(
 ) -> HostBytes:
     if options.frozen is not None and goes_to_disk(block):
         return HostBytes()
-    is_moved = moves(block, options.pin) if isinstance(block, Group) else block.host.is_one_piece
+    is_moved = moves(block, options.pin) if isinstance(block, BlockGroup) else block.host.is_one_piece
     nbytes = layout_bytes = block.layout.nbytes
     if not is_moved:
         nbytes = sum(tensor.nbytes for tensor in block.tensors)

@@ -9,7 +9,7 @@ import torch
 from rp_transfer import Layout
 
 from rp_state.codes.layout import CodedLayout
-from rp_state.shards import Segment
+from rp_state.shards import OwnedSegment
 
 _Pieces = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
@@ -41,7 +41,7 @@ class HostTensors(Protocol):
         """Pairs as of `pieces` that together copy what has no codes. `target`: bytes, as `codes` divides them."""
         ...
 
-    def parts(self, segment: Segment) -> Sequence[torch.Tensor]:
+    def parts(self, segment: OwnedSegment) -> Sequence[torch.Tensor]:
         """Return a segment's memory, in pieces (numel,)."""
         ...
 
@@ -76,7 +76,7 @@ class OnePiece:
             nbytes = (stop - start) * dtype.itemsize
             yield target[place : place + nbytes].view(dtype), self.memory[start:stop]
 
-    def parts(self, segment: Segment) -> Sequence[torch.Tensor]:
+    def parts(self, segment: OwnedSegment) -> Sequence[torch.Tensor]:
         """Return the one slice."""
         return (segment.of(self.memory),)
 
@@ -106,6 +106,6 @@ class Scattered:
         for index, view in codes.others(target).items():
             yield view.view(-1), self.values[index].view(-1)
 
-    def parts(self, segment: Segment) -> Sequence[torch.Tensor]:
+    def parts(self, segment: OwnedSegment) -> Sequence[torch.Tensor]:
         """Return one piece for each tensor."""
         return [self.values[index].view(-1) for index in segment.indices if self.values[index].numel()]

@@ -138,8 +138,8 @@ def sharing(items: Iterable[_Item]) -> list[list[_Item]]:
     Blocks of about one size and of one dtype share it, in turn; the first of a list is the largest. One that
     several layers use is left out, since several tasks may add to its gradients.
 
-    >>> from rp_transfer import Group
-    >>> groups = [Group("trainable", (layer,), (torch.zeros(4),)) for layer in range(9)]
+    >>> from rp_transfer import BlockGroup
+    >>> groups = [BlockGroup("trainable", (layer,), (torch.zeros(4),)) for layer in range(9)]
     >>> [[group.users[0] for group in shared] for shared in sharing(groups)]
     [[8, 6, 4, 2, 0], [7, 5, 3, 1]]
     """

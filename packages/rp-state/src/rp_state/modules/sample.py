@@ -12,7 +12,7 @@ from rp_transfer import Layout
 _COUNT = 16
 
 
-class Sampling(Protocol):
+class SamplesWrites(Protocol):
     """What is known of a block's tensors beside their version counters. `memories`: the block's memory."""
 
     def take(self, memories: Sequence[torch.Tensor]) -> None: ...
@@ -20,7 +20,7 @@ class Sampling(Protocol):
 
 
 class NoSample:
-    """Of tensors that nobody samples: nothing is seen of them. See `Sampling`."""
+    """Of tensors that nobody samples: nothing is seen of them. See `SamplesWrites`."""
 
     def take(self, memories: Sequence[torch.Tensor]) -> None:
         """Nothing."""

@@ -31,7 +31,7 @@ from rp_trainer.finetuning.batches import Batches, InTurn
 from rp_trainer.finetuning.evaluation import Evaluation
 from rp_trainer.finetuning.folder import taken
 from rp_trainer.finetuning.kept import InFolder
-from rp_trainer.finetuning.loop import Outcome, fine_tune
+from rp_trainer.finetuning.loop import TrainingOutcome, fine_tune
 from rp_trainer.finetuning.reports import Report, StepFigures
 from rp_trainer.finetuning.settings import Names, Settings
 from rp_trainer.processes import Processes, joined
@@ -46,13 +46,13 @@ __all__ = [
     "Interrupted",
     "Lost",
     "Names",
-    "Outcome",
     "Processes",
     "Refused",
     "Report",
     "Settings",
     "StepFigures",
     "ToldElsewhere",
+    "TrainingOutcome",
     "Unwritable",
     "fine_tune",
     "joined",

@@ -39,7 +39,7 @@ _ATTEMPTS = 3
 _UNSAVED = (CheckpointError, MachineFailed, Unwritable, ToldElsewhere)
 
 
-class Nothing:
+class KeepsNothing:
     """Keeps nothing: the model is trained in memory. It has all that the loop asks of what is kept.
 
     All processes call the same methods in the same order.
@@ -367,7 +367,7 @@ class InFolder:
         raise Unwritable(f"{error}; {self._how_to_go_on()}") from error
 
 
-Kept = Nothing | InFolder
+Kept = KeepsNothing | InFolder
 
 
 def checkpoint_microbatches(folder: Path) -> int | None:

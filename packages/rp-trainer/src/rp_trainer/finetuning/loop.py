@@ -14,7 +14,7 @@ from rp_trainer.errors import Diverged, Refused, Unwritable
 from rp_trainer.finetuning.batches import Batches
 from rp_trainer.finetuning.evaluation import Evaluation
 from rp_trainer.finetuning.files import create_profile, writing
-from rp_trainer.finetuning.kept import Kept, Nothing
+from rp_trainer.finetuning.kept import KeepsNothing, Kept
 from rp_trainer.finetuning.reports import Report, Reports
 from rp_trainer.finetuning.settings import Settings
 from rp_trainer.finetuning.training import Training, spoilt_weight
@@ -25,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Outcome:
+class TrainingOutcome:
     """What a training has come to: the number of `steps` done, and the held-out losses by step."""
 
     steps: int
@@ -46,7 +46,7 @@ def fine_tune(
     kept: Kept | None = None,
     reports: Callable[[int], Iterable[Report]] = _no_reports,
     processes: Processes = ALONE,
-) -> Outcome:
+) -> TrainingOutcome:
     """Train a wrapped model whose loss is its own, as ``labels`` in a batch ask for.
 
     Args:
@@ -61,7 +61,7 @@ def fine_tune(
     `Unwritable` if a result cannot be written, and `Interrupted`. With several processes, the others raise
     `ToldElsewhere` for errors that all raise.
     """
-    kept = kept or Nothing()
+    kept = kept or KeepsNothing()
     training = Training(model, batches, settings, evaluation, processes)
     training.check_host()
     processes.lead(lambda: _make_trace(settings))
@@ -69,7 +69,7 @@ def fine_tune(
     torch.manual_seed(settings.seed)  # pyright: ignore[reportUnknownMemberType]
     if processes.lead(lambda: kept.is_finished(settings)):
         _LOG.info("the run is finished; nothing is left to do")
-        return Outcome(settings.steps, {})
+        return TrainingOutcome(settings.steps, {})
     done = kept.begin(training)
     if done > settings.steps:
         raise Refused(f"{settings.names.resume}: {done} steps are done already, but steps is {settings.steps}")
@@ -90,14 +90,14 @@ class _Loop:
         self._interruption, self._settings = interruption, training.settings
         self._held_out: dict[int, float] = {}
 
-    def run(self, done: int) -> Outcome:
+    def run(self, done: int) -> TrainingOutcome:
         """Train the remaining steps, and finish; reports end where the results are."""
         try:
             return self._finished(done)
         finally:
             self._follow()
 
-    def _finished(self, done: int) -> Outcome:
+    def _finished(self, done: int) -> TrainingOutcome:
         steps = self._settings.steps
         if self._training.owes_evaluation:
             loss = self._evaluate(done)
@@ -115,7 +115,7 @@ class _Loop:
         unwritten = self._kept.finish(done) or unwritten
         if unwritten is not None:
             raise unwritten
-        return Outcome(done, self._held_out)
+        return TrainingOutcome(done, self._held_out)
 
     def _stopped(self, done: int) -> str:
         begin = f"interrupted after step {done} of {self._settings.steps}"

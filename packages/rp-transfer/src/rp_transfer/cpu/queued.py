@@ -61,7 +61,7 @@ class AddressRange:
 
 
 @dataclass(slots=True, eq=False)
-class Move:
+class QueuedMove:
     """A queued copy of bytes, or a conversion if the dtypes differ.
 
     The destination is poisoned only once no earlier queued move uses its bytes. `overwrites` counts the earlier
@@ -73,7 +73,7 @@ class Move:
     what: str
     stream: str
     overwrites: int = 0
-    overwritten_by: list[Move] = field(default_factory=list["Move"])
+    overwritten_by: list[QueuedMove] = field(default_factory=list["QueuedMove"])
 
     def __str__(self) -> str:
         return f"{self.what} of {self.source.nbytes} bytes on {self.stream}"
@@ -82,7 +82,7 @@ class Move:
         """Return whether this move reads or writes a byte of `place`."""
         return self.destination.overlaps(place) or self.source.overlaps(place)
 
-    def poison_after(self, earlier: Sequence[Move]) -> None:
+    def poison_after(self, earlier: Sequence[QueuedMove]) -> None:
         """Poison the destination once the `earlier` moves have run."""
         self.overwrites = len(earlier)
         for move in earlier:

@@ -9,7 +9,7 @@ import torch
 
 from rp_transfer.api import Event
 from rp_transfer.checks import check_cast, check_copy, check_part
-from rp_transfer.cpu.queued import AddressRange, Mark, Move
+from rp_transfer.cpu.queued import AddressRange, Mark, QueuedMove
 from rp_transfer.cpu.race_detector import Allocation, AllocationPoint, Clock, Ledger, check, join
 from rp_transfer.errors import Closed, Unordered
 from rp_transfer.memory.guard import Guard
@@ -64,7 +64,7 @@ class CpuStream:
     def __init__(self, group: StreamGroup, name: str, index: int, eager: bool) -> None:
         self.group = group
         self.executed = 0
-        self.queue: deque[Move | Mark | CpuEvent] = deque()
+        self.queue: deque[QueuedMove | Mark | CpuEvent] = deque()
         self.eager = eager
         self._name = name
         self._index = index
@@ -123,18 +123,18 @@ class CpuStream:
             with self.group.lock:
                 self._do(self._prepare(destination, source, what))
 
-    def _do(self, work: Move | Mark) -> None:
+    def _do(self, work: QueuedMove | Mark) -> None:
         if self.eager:
             work.run()
         else:
             self._put(work)
 
-    def _put(self, work: Move | Mark | CpuEvent) -> None:
+    def _put(self, work: QueuedMove | Mark | CpuEvent) -> None:
         self.queue.append(work)
         self._issued += 1
 
-    def _prepare(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> Move:
-        move = Move(AddressRange.of(destination), AddressRange.of(source), what, self._name)
+    def _prepare(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> QueuedMove:
+        move = QueuedMove(AddressRange.of(destination), AddressRange.of(source), what, self._name)
         self._join_host()
         if self.group.strict:
             self._use(read=(source,), write=(destination,), what=str(move))
@@ -204,10 +204,10 @@ class StreamGroup:
         if violation is not None:
             raise violation
 
-    def queued(self) -> Iterator[Move]:
+    def queued(self) -> Iterator[QueuedMove]:
         """Yield the copies of all streams that have not run yet."""
         for stream in self._copying:
-            yield from (work for work in stream.queue if isinstance(work, Move))
+            yield from (work for work in stream.queue if isinstance(work, QueuedMove))
 
     def pull(self, event: CpuEvent) -> None:
         """Run exactly the copies that `event` needs, on all streams."""

@@ -160,12 +160,12 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class BlockGroup:
     """Tensors of one kind and dtype that exactly the same modules use; they are copied as one block.
 
     `users`: the indices of those modules.
 
-    >>> buffers = Group("buffer", (0,), (torch.zeros(3), torch.zeros(2, 2)))
+    >>> buffers = BlockGroup("buffer", (0,), (torch.zeros(3), torch.zeros(2, 2)))
     >>> [extent.numel for extent in buffers.layout.extents]
     [3, 4]
     """
@@ -180,7 +180,7 @@ class Group:
         return Layout.of(self.tensors)
 
 
-def group(modules: Sequence[torch.nn.Module]) -> tuple[Group, ...]:
+def group(modules: Sequence[torch.nn.Module]) -> tuple[BlockGroup, ...]:
     """Group the tensors of a row of modules by kind (trainable, frozen, buffer), dtype and using modules.
 
     A tensor that several modules use (tied, or in a module that occurs twice) is in a group with all its users.
@@ -201,7 +201,7 @@ def group(modules: Sequence[torch.nn.Module]) -> tuple[Group, ...]:
     groups: defaultdict[tuple[tuple[int, ...], Kind, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for tensor, indices in users.items():
         groups[tuple(indices), kinds[tensor], tensor.dtype].append(tensor)
-    return tuple(Group(kind, indices, tuple(tensors)) for (indices, kind, _), tensors in groups.items())
+    return tuple(BlockGroup(kind, indices, tuple(tensors)) for (indices, kind, _), tensors in groups.items())
 
 
 def tensors_of(module: torch.nn.Module) -> Iterable[tuple[Kind, torch.Tensor]]:

@@ -29,7 +29,7 @@ class Reading(Protocol):
         ...
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """Bytes that are read into host memory for each upload."""
 
     @property
@@ -43,7 +43,7 @@ class Source(Protocol):
 
 
 # Where bytes go on a device, (numel,), and where they come from.
-Piece = tuple[torch.Tensor, Source]
+Piece = tuple[torch.Tensor, ByteSource]
 # Queues the copy of what has arrived, (numel,) each; returns the event after it.
 Send = Callable[[torch.Tensor, torch.Tensor], Event]
 

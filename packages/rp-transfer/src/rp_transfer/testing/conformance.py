@@ -18,10 +18,10 @@ from rp_transfer.testing.timeout import bounded
 def run_in_order(program: Program) -> Results:
     """Run the program sequentially; return what the host reads when each step finishes before the next starts.
 
-    >>> from rp_transfer.testing.programs import Piece, Read, Take, Write
+    >>> from rp_transfer.testing.programs import MemoryRange, Read, Allocate, Write
     >>> import torch
-    >>> piece = Piece("h", 0, 2)
-    >>> run_in_order(Program(1, torch.int64, (Take("h", 2, None), Write(piece, 7), Read(piece))))
+    >>> piece = MemoryRange("h", 0, 2)
+    >>> run_in_order(Program(1, torch.int64, (Allocate("h", 2, None), Write(piece, 7), Read(piece))))
     [[7.0, 8.0]]
     """
     return in_order(program)

@@ -10,16 +10,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rp_transfer.testing.programs import (
+    Allocate,
     Compute,
     Copy,
     Free,
-    Piece,
+    MemoryRange,
     Program,
     Read,
     Record,
     Step,
     StreamName,
-    Take,
     Wait,
     Write,
     without,
@@ -37,7 +37,7 @@ class Hazard:
 @dataclass(frozen=True, slots=True)
 class _Use:
     index: int
-    piece: Piece
+    piece: MemoryRange
     write: bool
     copy: bool
 
@@ -55,7 +55,7 @@ class Order:
     forced: int = 0
     events: dict[str, int] = field(default_factory=dict[str, int])
     _size: int = 0
-    _takes: dict[str, Take] = field(default_factory=dict[str, Take])
+    _takes: dict[str, Allocate] = field(default_factory=dict[str, Allocate])
     _before_take: dict[str, int] = field(default_factory=dict[str, int])
     _uses: dict[str, list[_Use]] = field(default_factory=dict[str, list[_Use]])
 
@@ -74,7 +74,7 @@ class Order:
         past = self.past(_lane(step))
         return _mask(_pieces(step), self) & ~past
 
-    def needs(self, piece: Piece, write: bool) -> int:
+    def needs(self, piece: MemoryRange, write: bool) -> int:
         """Return the steps that a use of the piece must come after."""
         earlier = [use for use in self._uses.get(piece.name, []) if write or use.write]
         # The allocator may reuse memory that the owning stream freed, so that stream's earlier work comes first.
@@ -91,7 +91,7 @@ class Order:
         """Add `step` after those added before."""
         bit = 1 << self._size
         match step:
-            case Take():
+            case Allocate():
                 self._takes[step.name] = step
                 self._before_take[step.name] = 0 if step.owner is None else self.past(step.owner)
             case Free():
@@ -130,7 +130,7 @@ def _lane(step: Step) -> StreamName | None:
     return step.lane if isinstance(step, Copy | Compute | Record | Wait) else None
 
 
-def _pieces(step: Step) -> list[tuple[Piece, bool]]:
+def _pieces(step: Step) -> list[tuple[MemoryRange, bool]]:
     match step:
         case Write():
             return [(step.piece, True)]
@@ -144,7 +144,7 @@ def _pieces(step: Step) -> list[tuple[Piece, bool]]:
             return []
 
 
-def _mask(pieces: Iterable[tuple[Piece, bool]], order: Order) -> int:
+def _mask(pieces: Iterable[tuple[MemoryRange, bool]], order: Order) -> int:
     mask = 0
     for piece, write in pieces:
         mask |= order.needs(piece, write)

@@ -11,16 +11,16 @@ from rp_transfer.api import Backend, Event, Stream
 from rp_transfer.errors import NotConforming
 from rp_transfer.testing.programs import (
     MODULUS,
+    Allocate,
     Compute,
     Copy,
     Free,
-    Piece,
+    MemoryRange,
     Program,
     Read,
     Record,
     Step,
     StreamName,
-    Take,
     Wait,
     Write,
 )
@@ -29,7 +29,7 @@ from rp_transfer.testing.programs import (
 Results = list[list[float]]
 
 
-class Memory:
+class ProgramMemory:
     """A program's tensors by name. Each is the only reference to its memory.
 
     Each has `unit` elements for every element that the program names.
@@ -39,7 +39,7 @@ class Memory:
         self.at: dict[str, torch.Tensor] = {}
         self._unit = unit
 
-    def piece(self, piece: Piece) -> torch.Tensor:
+    def piece(self, piece: MemoryRange) -> torch.Tensor:
         """View a piece: ((stop - start) * unit,)."""
         return self.at[piece.name][piece.start * self._unit : piece.stop * self._unit]
 
@@ -68,11 +68,11 @@ class Memory:
 
 def in_order(program: Program) -> Results:
     """Run the program step by step; `Record` and `Wait` do nothing."""
-    memory = Memory()
+    memory = ProgramMemory()
     results: Results = []
     for step in program.steps:
         match step:
-            case Take():
+            case Allocate():
                 memory.at[step.name] = torch.zeros(step.numel, dtype=program.dtype)
             case Free():
                 del memory.at[step.name]
@@ -97,7 +97,7 @@ class Interpreter:
         self._backend = backend
         self._dtype = dtype
         self._unit = unit
-        self._memory = Memory(unit)
+        self._memory = ProgramMemory(unit)
         self._events: dict[str, Event] = {}
         self._attached: int | None = None
 
@@ -112,7 +112,7 @@ class Interpreter:
 
     def _do(self, step: Step) -> None:
         match step:
-            case Take():
+            case Allocate():
                 self._memory.at[step.name] = self._take(step)
             case Free():
                 del self._memory.at[step.name]
@@ -132,7 +132,7 @@ class Interpreter:
             case Wait():
                 self._wait(step)
 
-    def _take(self, step: Take) -> torch.Tensor:
+    def _take(self, step: Allocate) -> torch.Tensor:
         if step.owner is None:
             return self._backend.host_empty((step.numel * self._unit,), self._dtype)
         stream, device = self._stream(step.owner), self._backend.devices[step.owner.device]

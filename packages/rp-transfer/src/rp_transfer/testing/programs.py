@@ -29,7 +29,7 @@ class StreamName:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MemoryRange:
     """The elements ``[start, stop)`` of the memory called `name`."""
 
     name: str
@@ -39,13 +39,13 @@ class Piece:
     def __str__(self) -> str:
         return f"{self.name}[{self.start}:{self.stop}]"
 
-    def overlaps(self, other: Piece) -> bool:
+    def overlaps(self, other: MemoryRange) -> bool:
         """Return whether both have an element in common."""
         return self.name == other.name and self.start < other.stop and other.start < self.stop
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class Allocate:
     """Allocate memory: on the host if `owner` is None, else on a device, owned by that stream."""
 
     name: str
@@ -70,7 +70,7 @@ class Free:
 class Write:
     """Write ``first, first + 1, ...`` (modulo `MODULUS`) on the host."""
 
-    piece: Piece
+    piece: MemoryRange
     first: int
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class Write:
 class Read:
     """Read on the host; this adds an entry to the program's results."""
 
-    piece: Piece
+    piece: MemoryRange
 
     def __str__(self) -> str:
         return f"host: read {self.piece}"
@@ -92,8 +92,8 @@ class Copy:
     """Copy on a stream, between host and device."""
 
     lane: StreamName
-    destination: Piece
-    source: Piece
+    destination: MemoryRange
+    source: MemoryRange
 
     def __str__(self) -> str:
         return f"{self.lane}: {self.destination} <- {self.source}"
@@ -104,8 +104,8 @@ class Compute:
     """Compute on the compute stream: ``destination = (sum of sources + constant) % MODULUS``."""
 
     lane: StreamName
-    destination: Piece
-    sources: tuple[Piece, ...]
+    destination: MemoryRange
+    sources: tuple[MemoryRange, ...]
     constant: int
 
     def __str__(self) -> str:
@@ -134,7 +134,7 @@ class Wait:
         return f"{'host' if self.lane is None else self.lane}: wait {self.event}"
 
 
-Step = Take | Free | Write | Read | Copy | Compute | Record | Wait
+Step = Allocate | Free | Write | Read | Copy | Compute | Record | Wait
 
 # Two values and a constant below 50 sum to less than 250: exact in every dtype, bfloat16 and uint8 included.
 MODULUS = 101
@@ -144,7 +144,7 @@ MODULUS = 101
 class Program:
     """A sequence of steps for `devices` devices; all memory has one dtype.
 
-    >>> print(Program(1, torch.int64, (Take("h0", 4, None), Write(Piece("h0", 0, 4), 7))))
+    >>> print(Program(1, torch.int64, (Allocate("h0", 4, None), Write(MemoryRange("h0", 0, 4), 7))))
     program for 1 device(s) in torch.int64
       0  h0 = host takes 4
       1  host: h0[0:4] = 7, ...

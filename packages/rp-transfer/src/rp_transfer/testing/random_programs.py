@@ -11,16 +11,16 @@ from rp_transfer.testing.hazards import Order, steps_in
 from rp_transfer.testing.programs import (
     MODULUS,
     STREAMS,
+    Allocate,
     Compute,
     Copy,
     Free,
-    Piece,
+    MemoryRange,
     Program,
     Read,
     Record,
     Step,
     StreamName,
-    Take,
     Wait,
     Write,
 )
@@ -54,8 +54,8 @@ class _Draft:
     devices: int
     steps: list[Step] = field(default_factory=list[Step])
     _order: Order = field(default_factory=Order)
-    _host: dict[str, Take] = field(default_factory=dict[str, Take])
-    _remote: dict[str, Take] = field(default_factory=dict[str, Take])
+    _host: dict[str, Allocate] = field(default_factory=dict[str, Allocate])
+    _remote: dict[str, Allocate] = field(default_factory=dict[str, Allocate])
     _names: int = 0
 
     def begin(self) -> None:
@@ -83,7 +83,7 @@ class _Draft:
         for name in [*self._remote]:
             self._copy_whole_out(name)
         for name, take in self._host.items():
-            self._put(Read(Piece(name, 0, take.numel)))
+            self._put(Read(MemoryRange(name, 0, take.numel)))
         for name in self.random.sample([*self._host, *self._remote], len(self._host) + len(self._remote)):
             self._put(Free(name))
 
@@ -132,20 +132,20 @@ class _Draft:
         where = self.random.randrange(self.devices) if device is None else device
         return StreamName(where, stream or self.random.choice(STREAMS))
 
-    def _take(self, kind: str, owner: StreamName | None) -> Take:
-        return Take(self._name(kind), self.random.randint(1, _MAX_NUMEL), owner)
+    def _take(self, kind: str, owner: StreamName | None) -> Allocate:
+        return Allocate(self._name(kind), self.random.randint(1, _MAX_NUMEL), owner)
 
     def _take_host(self) -> None:
         take = self._take("h", None)
         self._add(take)
-        self._add(Write(Piece(take.name, 0, take.numel), self.random.randrange(MODULUS)))
+        self._add(Write(MemoryRange(take.name, 0, take.numel), self.random.randrange(MODULUS)))
         self._host[take.name] = take
 
     def _take_remote(self) -> None:
         owner = self._lane()
         take = self._take("d", owner)
         self._add(take)
-        whole = Piece(take.name, 0, take.numel)
+        whole = MemoryRange(take.name, 0, take.numel)
         sources = [name for name, host in self._host.items() if host.numel >= take.numel]
         lane = owner if self.random.random() < 0.7 else self._lane(owner.device)
         if sources and self.random.random() < 0.7:
@@ -157,11 +157,11 @@ class _Draft:
     def _numel(self, name: str) -> int:
         return (self._host.get(name) or self._remote[name]).numel
 
-    def _piece(self, name: str, numel: int) -> Piece:
+    def _piece(self, name: str, numel: int) -> MemoryRange:
         start = self.random.randint(0, self._numel(name) - numel)
-        return Piece(name, start, start + numel)
+        return MemoryRange(name, start, start + numel)
 
-    def _some_of(self, name: str) -> Piece:
+    def _some_of(self, name: str) -> MemoryRange:
         whole = self.random.random() < 0.6
         return self._piece(name, self._numel(name) if whole else self.random.randint(1, self._numel(name)))
 
@@ -191,11 +191,11 @@ class _Draft:
         return owner.device
 
     def _copy_whole_out(self, name: str) -> None:
-        take = Take(self._name("h"), self._numel(name), None)
+        take = Allocate(self._name("h"), self._numel(name), None)
         self._add(take)
         self._host[take.name] = take
-        whole = Piece(take.name, 0, take.numel)
-        self._put(Copy(self._lane(self._device_of(name)), whole, Piece(name, 0, take.numel)))
+        whole = MemoryRange(take.name, 0, take.numel)
+        self._put(Copy(self._lane(self._device_of(name)), whole, MemoryRange(name, 0, take.numel)))
 
     def _compute(self) -> None:
         if not self._remote:

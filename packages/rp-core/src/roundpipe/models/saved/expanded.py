@@ -11,7 +11,7 @@ from rp_checkpoint.model.layout import stored_as
 from rp_packing import PackedWeight, expand
 
 
-class Expanded:
+class ExpandedWeights:
     """Expands the packed ones of some weights, then applies a conversion, if given.
 
     `names`: the weights; `sources` has codes and scales in place of the packed ones.

@@ -19,7 +19,7 @@ _SETTINGS = ("preserve_rng_state", "recompute_grain", "num_microbatch")
 _DECISION = "compute"
 
 
-class Planned(Protocol):
+class PlannedModel(Protocol):
     """A model whose calls have settings and plans: a `RoundPipe`."""
 
     model_run_config: RoundPipeRunConfig
@@ -31,19 +31,19 @@ class Planned(Protocol):
         ...
 
 
-def facts_of(module: nn.Module, optim_dtype: torch.dtype | None, parts: Mapping[str, Planned]) -> ModelFacts:
+def facts_of(module: nn.Module, optim_dtype: torch.dtype | None, parts: Mapping[str, PlannedModel]) -> ModelFacts:
     """Return the facts of the user's own model and of the parts that it runs in."""
     return ModelFacts(class_name(module), optim_dtype, {name: _part(part) for name, part in parts.items()})
 
 
-def _part(part: Planned) -> PartFacts:
+def _part(part: PlannedModel) -> PartFacts:
     settings = {name: getattr(part.model_run_config, name) for name in _SETTINGS}
     decision = part.engine.auto_compute.decision
     settings[_DECISION] = None if decision is None else decision.encoded()
     return PartFacts(settings, len(part.runtime.lanes), part.engine.plans())
 
 
-def take_settings(parts: Mapping[str, Planned], settings: Mapping[str, Mapping[str, Any]]) -> None:
+def take_settings(parts: Mapping[str, PlannedModel], settings: Mapping[str, Mapping[str, Any]]) -> None:
     """Have the parts go on as was decided in the training that a checkpoint is of. `settings`: its, by part.
 
     Raises `CheckpointMismatch` if a device cannot.
@@ -56,7 +56,7 @@ def take_settings(parts: Mapping[str, Planned], settings: Mapping[str, Mapping[s
         parts[name].engine.auto_compute.note(decision)
 
 
-def _check_decision(part: Planned, decision: Decision) -> None:
+def _check_decision(part: PlannedModel, decision: Decision) -> None:
     refusal = part.engine.auto_compute.refusal()
     if part.model_run_config.compute == "auto" and decision.recipe is not None and refusal is not None:
         raise CheckpointMismatch(

@@ -17,7 +17,7 @@ from rp_stand_in import as_it_is
 from torch import nn
 
 from roundpipe.models.presets import Presets, presets_that_save
-from roundpipe.models.saved.expanded import Expanded, outline
+from roundpipe.models.saved.expanded import ExpandedWeights, outline
 
 
 def layout_of(module: nn.Module) -> CheckpointLayout:
@@ -51,8 +51,8 @@ def _as_presets_save(module: nn.Module, plain: CheckpointLayout, saving: Presets
         plain,
         exported={name: plain.dropped.get(inner, inner) for name, inner in kept.items()},
         conversions=(
-            *(Expanded(packed, one.sources, one.results, one) for one in saved.conversions),
-            *(Expanded.alone(packed, inner, name) for name, inner in expanded.items()),
+            *(ExpandedWeights(packed, one.sources, one.results, one) for one in saved.conversions),
+            *(ExpandedWeights.alone(packed, inner, name) for name, inner in expanded.items()),
         ),
         write_configuration=partial(saving.write_configuration, module),
     )

@@ -20,7 +20,7 @@ from rp_state.master import master_bytes
 from rp_state.model_state import ModelState
 from rp_state.options import HostOptions
 from rp_state.shards import Owners
-from rp_transfer import Group, MappedFiles, give_back_freed
+from rp_transfer import BlockGroup, MappedFiles, give_back_freed
 from torch.optim import Optimizer
 
 from rp_engine.engine.memory.forecast import MemoryForecast, likely
@@ -49,7 +49,7 @@ class HostMemoryCheck:
 
     def check_wrapping(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[BlockGroup],
         files: MappedFiles,
         *,
         options: HostOptions,
@@ -81,13 +81,13 @@ class HostMemoryCheck:
         if whole.masters and (in_training_mode or options.will_train):
             self._warn(likely(trained))
 
-    def _shards(self, groups: Sequence[Group]) -> Owners:
+    def _shards(self, groups: Sequence[BlockGroup]) -> Owners:
         """Who will own which parameter of a model that is not in its blocks yet."""
         shards = self._runtime.peers.shards()
         shards.assign([found.tensors for found in groups if found.kind == "trainable"])
         return shards
 
-    def check_rebuilding(self, state: ModelState, groups: Sequence[Group]) -> None:
+    def check_rebuilding(self, state: ModelState, groups: Sequence[BlockGroup]) -> None:
         """Check a model whose blocks are about to be made anew: the old ones are freed when all are made."""
         held = held_by([state])
         moving = sum(found.layout.nbytes for found in moving_groups(groups, state.options))

@@ -16,7 +16,7 @@ from rp_engine.execution.effects.aliasing import AliasTracker
 _LOOKS = 8
 
 
-class Given:
+class BoundaryArguments:
     """A layer's arguments before it runs: their leaves, and how often the tensors among them had been written."""
 
     __slots__ = ("_versions", "arguments", "leaves")
@@ -55,7 +55,7 @@ class BoundaryChecks:
         self._call = call
         self._aliases = aliases
 
-    def check_written(self, layer: int, given: Given) -> None:
+    def check_written(self, layer: int, given: BoundaryArguments) -> None:
         """Raise `BoundaryError` if what a layer has written of its input may not be written.
 
         It must not share memory with another leaf of the input, or with what others hold:
@@ -63,7 +63,7 @@ class BoundaryChecks:
         """
         self._refuse_aliases(layer, given, given.written())
 
-    def check_unseen(self, layer: int, given: Given, before: Sequence[Any]) -> None:
+    def check_unseen(self, layer: int, given: BoundaryArguments, before: Sequence[Any]) -> None:
         """Raise `BoundaryError` as `check_written` does, for writes that no version counter shows.
 
         `before`: copies of the leaves from before. Such writes are those of NumPy, ``.data`` and own kernels.
@@ -72,7 +72,7 @@ class BoundaryChecks:
             unseen = given.changed_from(before)
             self._refuse_aliases(layer, given, unseen)
 
-    def _refuse_aliases(self, layer: int, given: Given, written: Sequence[int]) -> None:
+    def _refuse_aliases(self, layer: int, given: BoundaryArguments, written: Sequence[int]) -> None:
         if not written:
             return
         aliases = self._aliases.of(given.leaves)
@@ -90,7 +90,7 @@ class BoundaryChecks:
             "a copy (clone(), inplace=False), or let an earlier layer return a clone"
         )
 
-    def check_run_again(self, layer: int, given: Given) -> None:
+    def check_run_again(self, layer: int, given: BoundaryArguments) -> None:
         """Raise `BoundaryError` if a layer that is run once more has written its input in the first run."""
         if given.written():
             raise BoundaryError(

@@ -67,7 +67,7 @@ class Passed(NamedTuple):
     leaf: int
 
 
-class Made(NamedTuple):
+class MadeResult(NamedTuple):
     """A result that the layers make: its number among these, and whether it requires grad."""
 
     number: int
@@ -175,7 +175,7 @@ class LayerGraphs:
             match result:
                 case Passed(leaf):
                     return leaves[leaf]
-                case Made(number, requires_grad):
+                case MadeResult(number, requires_grad):
                     one = made[number]
                     return one.detach().requires_grad_() if requires_grad and not self.trains else one
                 case _:
@@ -297,7 +297,7 @@ def _without_graph(tree: Any) -> Any:
 
 
 class _Seen(NamedTuple):
-    """What the last layer returned while it was captured: its leaves as `Passed`, `Made` or values."""
+    """What the last layer returned while it was captured: its leaves as `Passed`, `MadeResult` or values."""
 
     results: list[Any]
     treedef: Any
@@ -317,7 +317,7 @@ def _seen(tree: Any, inside: Sequence[Any], *, trains: bool) -> _Seen:
     results = [
         Passed(given[id(leaf)])
         if id(leaf) in given
-        else Made(numbers[id(leaf)], leaf.requires_grad)
+        else MadeResult(numbers[id(leaf)], leaf.requires_grad)
         if isinstance(leaf, torch.Tensor)
         else leaf
         for leaf in leaves

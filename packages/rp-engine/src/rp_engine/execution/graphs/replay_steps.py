@@ -66,7 +66,7 @@ class Replays:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class MicrobatchSteps:
     """The steps of one microbatch's replay.
 
     `bind`: makes a layer's weights be there; None if they are. `passed`: told of the layer below a segment whose

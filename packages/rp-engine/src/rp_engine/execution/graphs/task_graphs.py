@@ -20,8 +20,8 @@ from rp_engine.execution.graphs.graph_memory import KeptGraphMemory, NoRoom, Tas
 from rp_engine.execution.graphs.graphable import Graphable, task_reason
 from rp_engine.execution.graphs.held_state import held_in
 from rp_engine.execution.graphs.layer_graphs import CaptureWork, LayerGraphs
-from rp_engine.execution.graphs.replay_steps import LayerCallback, Replays, Steps, divided, ignore
-from rp_engine.execution.graphs.trial import Trial
+from rp_engine.execution.graphs.replay_steps import LayerCallback, MicrobatchSteps, Replays, divided, ignore
+from rp_engine.execution.graphs.trial import GraphTrial
 from rp_engine.execution.lazy import is_lazy
 from rp_engine.execution.stage.layer_runs import LayerRuns
 from rp_engine.execution.stage.running_task import RunningTask
@@ -95,7 +95,7 @@ class TaskGraphs:
     ) -> tuple[int, Any] | None:
         """Replay the first of these layers, if graphs launch them; return how many, and the output of the last.
 
-        `recomputes`: a replay recomputes what forward has run. `passed`: see `Steps`.
+        `recomputes`: a replay recomputes what forward has run. `passed`: see `MicrobatchSteps`.
         """
         span = self._span(layers) if self.is_used else layers[:0]
         if not span:
@@ -115,7 +115,7 @@ class TaskGraphs:
         if entry is None or entry.graphs is None or not entry.is_tried:
             return None
         self._call.graph_work.is_replayed = True
-        steps = Steps(self._replays, microbatch, self._bind if is_first else None, passed)
+        steps = MicrobatchSteps(self._replays, microbatch, self._bind if is_first else None, passed)
         return len(span), self._replay(entry.graphs, leaves, steps)
 
     def begin(self) -> None:
@@ -142,7 +142,7 @@ class TaskGraphs:
             self._layers.has_seen_enough(layer, recomputes=recomputes) for layer in layers
         )
 
-    def _replay(self, graphs: LayerGraphs, leaves: Sequence[Any], steps: Steps) -> Any:
+    def _replay(self, graphs: LayerGraphs, leaves: Sequence[Any], steps: MicrobatchSteps) -> Any:
         with self._place.span("replay from {} on", self._call.state.layers[graphs.layers.start]):
             return graphs.replay(leaves, steps)
 
@@ -359,11 +359,11 @@ class TaskGraphs:
             return tree
 
         def replay(given: list[Any]) -> Any:
-            return self._replay(graphs, given, Steps(self._replays, microbatch))
+            return self._replay(graphs, given, MicrobatchSteps(self._replays, microbatch))
 
         device, backward = self._device.torch_device, self._backward if self._trains else None
         blocks = self._memory.blocks(layers)
-        Trial(device, leaves, blocks, self._weights.sums, backward, state).compare(by_python, replay)
+        GraphTrial(device, leaves, blocks, self._weights.sums, backward, state).compare(by_python, replay)
         if state:
             # It is no workspace of later calls, for which weights would leave.
             self._device.reset_peak_memory()

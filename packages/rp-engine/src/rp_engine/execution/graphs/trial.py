@@ -25,7 +25,7 @@ _ROUNDINGS, _LEAST, _MOST = 16, 1e-3, 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class GraphTrial:
     """Compares two runs of some layers from `leaves`, whose weights are there.
 
     `blocks`: the layers' weights, to whose gradients `sums` belong. `backward`: the context of a backward pass;

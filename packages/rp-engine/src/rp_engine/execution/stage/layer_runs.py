@@ -13,7 +13,7 @@ import torch
 from rp_recompute.attributes import ModuleCopy, attributes_of, changes
 from rp_recompute.bits import names_of, sums_of_bits
 from rp_recompute.copies import copied
-from rp_recompute.examination import Subject, examined
+from rp_recompute.examination import ExaminedLayer, examined
 from rp_recompute.precision import least_precise
 from rp_recompute.randomness import RngConsumer, unseeded
 from rp_recompute.widening import Widening
@@ -24,7 +24,7 @@ from rp_engine.context import RecomputeCtx
 from rp_engine.device.activations import enter
 from rp_engine.device.saved_data import Data, SavedData
 from rp_engine.errors import ImpureLayer
-from rp_engine.execution.effects.boundary import BoundaryChecks, Given
+from rp_engine.execution.effects.boundary import BoundaryArguments, BoundaryChecks
 from rp_engine.execution.effects.buffers import LayerBuffers
 from rp_engine.execution.effects.sampled_comparison import SampledComparison
 from rp_engine.execution.lazy import computed
@@ -45,7 +45,7 @@ class _Run:
     microbatch: int
     twin: torch.nn.Module
     call: _Arguments
-    given: Given
+    given: BoundaryArguments
     recomputes: bool
     has_begun: bool = False
 
@@ -86,7 +86,7 @@ class LayerRuns:
         if facts.looks_at_input:
             self._boundary.check_input(call)
         # Most later layers take one tensor, which is flattened in no time.
-        run = _Run(facts, microbatch, twin, call, Given(call if layer == 0 else tree), recomputes)
+        run = _Run(facts, microbatch, twin, call, BoundaryArguments(call if layer == 0 else tree), recomputes)
         if facts.prepares:
             run.call = (call[0], {**call[1], "prepared": self._prepared(run)})
         is_examined = facts.may_be_examined and not recomputes and wants_examination(self._call, layer)
@@ -231,10 +231,10 @@ class LayerRuns:
         microbatch = run.microbatch + self._call.num_microbatches * anew
         return self.seeded(facts.consumer, microbatch, body, recomputes=not anew)
 
-    def _subject(self, layer: int, twin: torch.nn.Module) -> Subject:
+    def _subject(self, layer: int, twin: torch.nn.Module) -> ExaminedLayer:
         call = self._call
         is_first = not call.habits.examined[layer, call.with_grad]
-        return Subject(
+        return ExaminedLayer(
             name=call.where(layer),
             modules=self._parts(layer),
             dtype=self._precision(twin),
