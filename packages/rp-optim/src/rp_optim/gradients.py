@@ -19,7 +19,7 @@ _PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Gradient:
+class ScaledGradient:
     """A gradient with the value ``tensor * factor`` or ``(tensor + more) * factor``, added in at least fp32."""
 
     tensor: torch.Tensor
@@ -39,7 +39,7 @@ class Gradient:
             yield piece
 
 
-def gradient_of(parameter: torch.Tensor) -> Gradient | None:
+def gradient_of(parameter: torch.Tensor) -> ScaledGradient | None:
     """Return the gradient, after waiting for it if it is linked; None if there is none.
 
     Raises `InvalidParameter` for an unsupported gradient.
@@ -50,13 +50,13 @@ def gradient_of(parameter: torch.Tensor) -> Gradient | None:
     grad = parameter.grad
     if grad is None:
         return None
-    return Gradient(resolved_matching("a gradient", grad, parameter), 1.0)
+    return ScaledGradient(resolved_matching("a gradient", grad, parameter), 1.0)
 
 
-def _of_source(source: Source, factor: float) -> Gradient:
+def _of_source(source: Source, factor: float) -> ScaledGradient:
     if isinstance(source, GradientPair):
-        return Gradient(source.first, factor, source.second)
-    return Gradient(source, factor)
+        return ScaledGradient(source.first, factor, source.second)
+    return ScaledGradient(source, factor)
 
 
 def squares_of(parameters: Sequence[torch.Tensor]) -> list[float | None]:

@@ -11,7 +11,7 @@ import torch
 from rp_optim.arrival import by_arrival
 from rp_optim.checks import check_counter, check_memory, check_option_flags, check_state, is_plain, resolved
 from rp_optim.errors import InvalidParameter
-from rp_optim.gradients import Gradient, gradient_of
+from rp_optim.gradients import ScaledGradient, gradient_of
 from rp_optim.halves.remainders import Remainder, RemainderInMemory, begin_step, by_block, reached
 from rp_optim.halves.split_master import halves_of, is_split_master
 from rp_optim.kernels.kept import (
@@ -347,7 +347,7 @@ def _note_updated(parameter: torch.Tensor, spot: Spot) -> None:
         link.stepped()
 
 
-def _spot(parameter: torch.Tensor, gradient: Gradient, weight: torch.Tensor | None, factor: float) -> Spot:
+def _spot(parameter: torch.Tensor, gradient: ScaledGradient, weight: torch.Tensor | None, factor: float) -> Spot:
     halves = halves_of(parameter)
     if halves is None:
         return Spot(parameter, gradient.tensor, weight, factor, gradient.more, None, is_split_master(parameter))

@@ -11,7 +11,7 @@ from rp_serving.errors import (
 )
 from rp_serving.policy import ServedPolicy
 from rp_serving.sender import WeightSender
-from rp_serving.server import Completion, GenerationServer, Outline, Sampling, ServerFacts
+from rp_serving.server import GenerationServer, Outline, SampledCompletion, Sampling, ServerFacts
 from rp_serving.transports.gloo import GlooTransport
 from rp_serving.transports.nccl import NcclTransport
 from rp_serving.transports.transport import WeightTransport
@@ -22,12 +22,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BadAnswer",
-    "Completion",
     "GenerationServer",
     "GlooTransport",
     "ModelWeights",
     "NcclTransport",
     "Outline",
+    "SampledCompletion",
     "Sampling",
     "SentTensors",
     "ServedPolicy",

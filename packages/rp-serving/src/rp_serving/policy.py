@@ -14,7 +14,7 @@ from torch import nn
 
 from rp_serving.errors import BadAnswer, ServerTimeout, TransferFailed
 from rp_serving.sender import WeightSender
-from rp_serving.server import Completion, GenerationServer, Sampling
+from rp_serving.server import GenerationServer, SampledCompletion, Sampling
 from rp_serving.transports.gloo import GlooTransport
 from rp_serving.transports.nccl import NcclTransport
 from rp_serving.transports.transport import WeightTransport
@@ -100,7 +100,9 @@ class ServedPolicy:
                 ", ".join(sorted(self._dtypes)),
             )
 
-    def generate(self, prompts: Sequence[list[int]], sampling: Sampling, version: object) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[list[int]], sampling: Sampling, version: object
+    ) -> list[SampledCompletion]:
         """Complete each prompt with the weights that the model has now; equal neighbours in one request.
 
         `version`: see `WeightSender.bring`. Completions of a server that was started again meanwhile are not
@@ -160,7 +162,7 @@ class ServedPolicy:
         facts = self._server.facts()
         return facts.instance is not None and not self.sender.has(facts)
 
-    def _completions(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Completion]:
+    def _completions(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[SampledCompletion]:
         groups = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
         found = self._server.generate([one for one, _ in groups], [count for _, count in groups], sampling)
         if len(found) != len(prompts):

@@ -30,7 +30,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class SampledCompletion:
     """The tokens that follow a prompt, and the log-probability with which each was chosen; None: not a number."""
 
     token_ids: list[int]
@@ -95,7 +95,7 @@ class GenerationServer(Protocol):
 
     def generate(
         self, prompts: Sequence[list[int]], counts: Sequence[int], sampling: Sampling
-    ) -> list[Completion]:
+    ) -> list[SampledCompletion]:
         """Complete each of these prompts as often as `counts` says; one prompt's completions after another's."""
         ...
 

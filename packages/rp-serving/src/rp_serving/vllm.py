@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from rp_serving.errors import ServerRefused, UnfitServer
 from rp_serving.http import JsonHttp, bad
 from rp_serving.jobs import each_of
-from rp_serving.server import Completion, Outline, Sampling, ServerFacts
+from rp_serving.server import Outline, SampledCompletion, Sampling, ServerFacts
 from rp_serving.transports.transport import WeightTransport
 
 _STARTED = (
@@ -118,13 +118,13 @@ class VllmServer:
 
     def generate(
         self, prompts: Sequence[list[int]], counts: Sequence[int], sampling: Sampling
-    ) -> list[Completion]:
+    ) -> list[SampledCompletion]:
         """Complete each of these prompts as often as `counts` says, several prompts at a time."""
         asked = list(zip(range(len(prompts)), prompts, counts, strict=True))
         found = each_of(asked, partial(self._completed, sampling), self.at_once)
         return [completion for each in found for completion in each]
 
-    def _completed(self, sampling: Sampling, asked: tuple[int, list[int], int]) -> list[Completion]:
+    def _completed(self, sampling: Sampling, asked: tuple[int, list[int], int]) -> list[SampledCompletion]:
         place, prompt, count = asked
         body: dict[str, Any] = {
             "model": self._model or self.facts().model,
@@ -149,7 +149,7 @@ class VllmServer:
         )
         return list(self._completions(answer, count))
 
-    def _completions(self, answer: Any, count: int) -> Iterator[Completion]:
+    def _completions(self, answer: Any, count: int) -> Iterator[SampledCompletion]:
         what = f"POST {self.url}/v1/completions"
         choices = _at(answer, "choices")
         if not isinstance(choices, list) or len(choices) != count:
@@ -163,7 +163,7 @@ class VllmServer:
                 raise bad(what, "token_ids, one or more numbers of tokens, in each choice", choice)
             if not _are(log_probs, float, int, type(None)) or len(log_probs) != len(ids):
                 raise bad(what, "logprobs.token_logprobs, one a token, in each choice", choice)
-            yield Completion(ids, [_number(one) for one in log_probs])
+            yield SampledCompletion(ids, [_number(one) for one in log_probs])
 
     # Weights
 

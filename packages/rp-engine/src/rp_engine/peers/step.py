@@ -52,7 +52,7 @@ class StepGradients(Protocol):
 class SharedStep(Protocol):
     """What machines tell each other in one step; used on the optimizer's thread.
 
-    `share`: exchanges values with the others, see `rp_optim.masters.MasterExchange`; None if there are none. `sums`:
+    `share`: exchanges values with the others, see `rp_optim.masters.MasterExchange`; None: there are none. `sums`:
     whether gradients become sums over machines, so that those of a step that failed must be dropped.
     """
 
