@@ -307,6 +307,13 @@ class FineTuning(AdapterOptions):
     def __post_init__(self) -> None:
         """Refuse options that do not go together."""
         AdapterOptions.__post_init__(self)
+        self._check_places()
+        self._check_data()
+        self._check_numbers()
+        if self.step_in_backward:
+            self._check_step_in_backward()
+
+    def _check_places(self) -> None:
         for flag, value in (("--data", self.data), ("--output", self.output)):
             if value is None and not self.is_small:
                 raise Refused(f"{flag} must be given with --model")
@@ -314,6 +321,8 @@ class FineTuning(AdapterOptions):
             raise Refused("--overwrite needs --output or --profile, to tell what to replace")
         if self.init_adapter is not None and self.is_small:
             raise Refused("--init-adapter needs --model: the model that the adapter was trained for")
+
+    def _check_data(self) -> None:
         if self.resize_embeddings and self.pack is not None:
             raise Refused(
                 f"--resize-embeddings enlarges weights that --pack {self.pack} packs; use one of them, or add the "
@@ -326,6 +335,8 @@ class FineTuning(AdapterOptions):
             )
         if self.eval_every is not None and not (self.held_out or self.eval_data):
             raise Refused("--eval-every needs --eval-data or --held-out, to tell what to evaluate")
+
+    def _check_numbers(self) -> None:
         if self.betas is not None and self.optimizer not in WITH_BETAS:
             raise Refused(f"--betas is for {', '.join(WITH_BETAS)}; --optimizer {self.optimizer} has none")
         if self.master != "whole" and self.optim_dtype != "float32":
@@ -336,14 +347,16 @@ class FineTuning(AdapterOptions):
         shared.check_frozen(self.frozen, self.disk, is_adapted=self.is_adapted)
         if self.compute != "bf16" and self.dtype not in (None, "bfloat16"):
             raise Refused(f"--compute {self.compute} is for models in bfloat16, but --dtype is {self.dtype}")
-        if self.step_in_backward and not self.sync:
+
+    def _check_step_in_backward(self) -> None:
+        if not self.sync:
             raise Refused(
                 "--step-in-backward updates weights in the call itself, so it cannot be used with --no-sync"
             )
         consumes = "--step-in-backward consumes gradients before"
-        if self.step_in_backward and self.clip:
+        if self.clip:
             raise Refused(f"{consumes} their norm is known: use --clip 0 with it")
-        if self.step_in_backward and self.accumulation > 1:
+        if self.accumulation > 1:
             raise Refused(f"{consumes} those of other calls can be added: use --accumulation 1 with it")
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, redirect_stdout
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -109,7 +109,7 @@ def _fine_tune(given: FineTuning, processes: Processes, folder: Folder | None) -
         say(f"{_beginning(given, options)}{described(options, data)}\n{plan}")
         page = partial(Page, plan=plan, timeline=timeline)
         model = wrapped(options, runtime, count, tokens, with_images=data.sight is not None)
-        outcome = _train(options, tokenizer, data, model, processes, folder, page, identity)
+        outcome = _Training(options, tokenizer, data, model, processes, folder, page, identity).run()
     _tell(outcome)
 
 
@@ -181,55 +181,66 @@ def _check_installed(options: FineTuning) -> None:
 # Training
 
 
-def _train(
-    options: FineTuning,
-    tokenizer: Any,
-    data: Data,
-    model: RoundPipe,
-    processes: Processes,
-    folder: Folder | None,
-    page: Callable[..., Page],
-    identity: dict[str, Any] | None,
-) -> TrainingOutcome:
-    shaped = () if data.sight is None else data.training.shaped
-    check_causality(model, vocabulary_of(model.named_model), is_packed=options.packing, shaped=shaped)
-    if data.sight is not None and (shown := data.with_images(pad_of(tokenizer), processes.size)) is not None:
-        place, call = shown
-        check_images(model, call, place, type(data.sight.processor).__name__)
-    settings = settings_of(options, data.steps)
-    processes.lead(lambda: _extend(options, data))
-    saved_beside = tokenizer if data.sight is None else data.sight.processor
-    ends = ReplyEnds() if options.is_adapted else ReplyEnds.by(loader_of(options), "--tokenizer")
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """A wrapped model about to be trained. `page`: makes the report of the run; `identity`: see `trained_on`."""
 
-    def kept_in(folder: Folder) -> InFolder:
-        facts = {**options.jsonable(), "data_digest": data.digest, CLOCK: data.clock.isoformat()}
-        facts |= {} if identity is None else {KEY: identity}
-        return InFolder(folder, partial(save_model, model, saved_beside, identity, ends), options=facts)
+    options: FineTuning
+    tokenizer: Any
+    data: Data
+    model: RoundPipe
+    processes: Processes
+    folder: Folder | None
+    page: Callable[..., Page]
+    identity: dict[str, Any] | None
 
-    def told() -> str:
-        launch = model.launch_decision
-        return "\n".join(
-            filter(None, [str(model.compute_decision or ""), "" if launch is None else f"launch: {launch}"])
+    def run(self) -> TrainingOutcome:
+        self._check()
+        settings = settings_of(self.options, self.data.steps)
+        self.processes.lead(lambda: _extend(self.options, self.data))
+        return train(
+            self.model,
+            self.data.batches,
+            settings,
+            evaluation=self.data.evaluation,
+            kept=self._kept(),
+            reports=partial(self._reports, settings.steps),
+            processes=self.processes,
         )
 
-    def reports(done: int) -> Iterator[Report]:
+    def _check(self) -> None:
+        data, sight = self.data, self.data.sight
+        shaped = () if sight is None else data.training.shaped
+        vocabulary = vocabulary_of(self.model.named_model)
+        check_causality(self.model, vocabulary, is_packed=self.options.packing, shaped=shaped)
+        shown = None if sight is None else data.with_images(pad_of(self.tokenizer), self.processes.size)
+        if sight is not None and shown is not None:
+            place, call = shown
+            check_images(self.model, call, place, type(sight.processor).__name__)
+
+    def _kept(self) -> InFolder | None:
+        if self.folder is None:
+            return None
+        facts = {**self.options.jsonable(), "data_digest": self.data.digest, CLOCK: self.data.clock.isoformat()}
+        facts |= {} if self.identity is None else {KEY: self.identity}
+        beside = self.tokenizer if self.data.sight is None else self.data.sight.processor
+        ends = ReplyEnds() if self.options.is_adapted else ReplyEnds.by(loader_of(self.options), "--tokenizer")
+        return InFolder(self.folder, partial(save_model, self.model, beside, self.identity, ends), options=facts)
+
+    def _reports(self, steps: int, done: int) -> Iterator[Report]:
+        options = self.options
         if options.output is not None:
             for kind in sorted({*options.report} - {"jsonl"}):
                 yield Tracked(kind, options.output, options.jsonable(), after=done or None)
             if "jsonl" in options.report:
-                yield page(options.output, options.jsonable(), told=told)
-        shown = processes.is_first and not options.quiet
-        yield Progress(settings.steps, done=done, is_shown=shown, told=told)
+                yield self.page(options.output, options.jsonable(), told=self._told)
+        shown = self.processes.is_first and not options.quiet
+        yield Progress(steps, done=done, is_shown=shown, told=self._told)
 
-    return train(
-        model,
-        data.batches,
-        settings,
-        evaluation=data.evaluation,
-        kept=None if folder is None else kept_in(folder),
-        reports=reports,
-        processes=processes,
-    )
+    def _told(self) -> str:
+        """What was decided while it trained."""
+        compute, launch = self.model.compute_decision, self.model.launch_decision
+        return "\n".join(filter(None, [str(compute or ""), "" if launch is None else f"launch: {launch}"]))
 
 
 def _identity(options: FineTuning) -> dict[str, Any] | None:

@@ -179,11 +179,7 @@ class Runs(Observer):
             # Also whether layers draw from Python's generators is looked at anew.
             state.habits = replace(state.habits, not_drawing=set(), sources={})
         draws = "never" if config.preserve_rng_state is False else self._draws(manner, with_grad=with_grad)
-        randomness = None
-        if draws != "never":
-            if not numbers.is_drawn:
-                numbers = Numbers(0, draw_seed() if draws == "surely" else peek_seed())
-            randomness = Randomness(numbers.seed, len(state.layers), state.habits, numbers.first)
+        randomness = self._randomness(draws, numbers)
         return Call(
             name=self._name,
             mode=mode,
@@ -212,6 +208,14 @@ class Runs(Observer):
             ahead=self._next_call.stores if mode == "fused" else (),
             first_microbatch=numbers.first,
         )
+
+    def _randomness(self, draws: Literal["surely", "perhaps", "never"], numbers: Numbers) -> Randomness | None:
+        if draws == "never":
+            return None
+        if not numbers.is_drawn:
+            numbers = Numbers(0, draw_seed() if draws == "surely" else peek_seed())
+        state = self.host.state
+        return Randomness(numbers.seed, len(state.layers), state.habits, numbers.first)
 
     def _launches_by_graphs(self, manner: Aside, config: RoundPipeRunConfig, draws: str) -> bool:
         if not manner.holds_state:

@@ -286,28 +286,15 @@ class TaskGraphs:
     def _captured(
         self, layers: range, place: int, leaves: Sequence[Any], treedef: Any, state: HeldState | None
     ) -> LayerGraphs:
-        for leaf in leaves:
-            if is_lazy(leaf) or not (isinstance(leaf, torch.Tensor) or _is_value(leaf)):
-                kind = type(leaf).__qualname__
-                raise NotCapturable(
-                    f"their inputs hold a {kind}, which is no tensor and has no hash of its contents"
-                )
+        _check_inputs(leaves)
         # A pool holds what a run by Python takes beside weights, which follows.
         taken, pool = self._memory.taken_bytes(layers), self._memory.pool(place)
         self._memory.fix(layers, taken + max(taken - pool.nbytes, 0))
         before = self._attributes(layers)
-        work = CaptureWork(
-            divided(layers, lambda layer: self._call.state.layers[layer].blocks, SEGMENT_BYTES),
-            self._plain,
-            self._drawing(layers),
-            self._trains,
-            self._backward,
-            self._weights.sums.counts,
-        )
         try:
             # A cast that an earlier microbatch made is no memory of the graph's.
             with self._call.uncached_autocast():
-                graphs = LayerGraphs(self._device, pool, work, leaves, treedef)
+                graphs = LayerGraphs(self._device, pool, self._work(layers), leaves, treedef)
         finally:
             # What was added and counted while it was captured is no gradient.
             self._weights.sums.begin_again()
@@ -322,6 +309,16 @@ class TaskGraphs:
             graphs.close()
             raise NotCapturable("they change what their cache holds beside its tensors, which a replay does not")
         return graphs
+
+    def _work(self, layers: range) -> CaptureWork:
+        return CaptureWork(
+            divided(layers, lambda layer: self._call.state.layers[layer].blocks, SEGMENT_BYTES),
+            self._plain,
+            self._drawing(layers),
+            self._trains,
+            self._backward,
+            self._weights.sums.counts,
+        )
 
     def _plain(self, layer: int, tree: Any) -> Any:
         call: tuple[tuple[Any, ...], dict[str, Any]] = tree if layer == 0 else ((tree,), {})
@@ -389,6 +386,14 @@ def _signature(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype, tuple(leaf.shape), tuple(leaf.stride()), leaf.requires_grad
     return type(cast("object", leaf)), leaf if _is_value(leaf) else None
+
+
+def _check_inputs(leaves: Sequence[Any]) -> None:
+    """Raise `NotCapturable` if the next call's inputs could differ in what is neither a tensor nor in the key."""
+    for leaf in leaves:
+        if is_lazy(leaf) or not (isinstance(leaf, torch.Tensor) or _is_value(leaf)):
+            kind = type(leaf).__qualname__
+            raise NotCapturable(f"their inputs hold a {kind}, which is no tensor and has no hash of its contents")
 
 
 def _is_value(leaf: object) -> bool:
