@@ -294,3 +294,88 @@ def test_outputs_in_one_piece_are_one_microbatch(two, merge):
         found = RoundPipe(statistics(), runtime=two, model_run_config=config)(torch.randn(6, WIDTH))
 
     assert len(found) == (6 if merge is None else 1)
+
+
+class Stateful(nn.Module):
+    """Returns the state of its LSTM, in which samples are second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output, (state, _) = self.lstm(x)
+        return output, state
+
+
+def balance(x: torch.Tensor) -> torch.Tensor:
+    """As a router's: a product of two means over the batch."""
+    return ((x > 0).float().mean((0, 1)) * x.sigmoid().mean((0, 1))).sum()
+
+
+RETURNS: dict[str, Callable[[], nn.Module]] = {
+    "a sum": lambda: Does(lambda x: {"x": x, "divergence": x.square().sum()}),
+    "a product of means": lambda: Does(lambda x: (x, balance(x))),
+    "what the batch has in common": lambda: Does(lambda x: (x, x[0, 0] * 0 + 2.0)),
+    "an entry for each sample": lambda: Does(lambda x: [x.tanh(), list(x.unbind())]),
+    "states": Stateful,
+}
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize("is_one_layer", [False, True])
+def test_outputs_that_microbatches_do_not_make_are_those_of_the_batch_in_one_piece(two, returns, is_one_layer):
+    torch.manual_seed(0)
+    layer = RETURNS[returns]()
+    row = layer if is_one_layer else nn.Sequential(nn.Linear(WIDTH, WIDTH), layer)
+    plain, x = copy.deepcopy(row), torch.randn(6, 5, WIDTH)
+
+    with told() as whole:
+        model = RoundPipe(row, runtime=two, model_run_config=THREE)
+        outputs, wanted = model(x), plain(x)
+        sum(one.sin().sum() for one in rp_batch.flatten(outputs)[0]).backward()
+        sum(one.sin().sum() for one in rp_batch.flatten(wanted)[0]).backward()
+        model.synchronize()
+        gradients = copy.deepcopy([parameter.grad for parameter in row.parameters()])
+        _, kept = model.forward_backward((x,), loss_fn=lambda out, _: first(out).sum(), return_outputs=True)
+
+    torch.testing.assert_close(outputs, wanted)
+    torch.testing.assert_close(kept, wanted)
+    torch.testing.assert_close(gradients, [parameter.grad for parameter in plain.parameters()])
+    assert len(whole) == 1
+    assert "merge_output" in whole[0]
+
+
+def first(output: Any) -> torch.Tensor:
+    return rp_batch.flatten(output)[0][0]
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+def test_what_only_a_loss_function_reads_may_be_of_a_microbatch(two, returns):
+    row = nn.Sequential(nn.Linear(WIDTH, WIDTH), RETURNS[returns]())
+    model = RoundPipe(row, runtime=two, model_run_config=THREE)
+    rows: list[int] = []
+
+    def loss_fn(output: Any, _: None) -> torch.Tensor:
+        rows.append(len(first(output)))
+        return first(output).square().sum()
+
+    with told() as whole:
+        model.forward_backward((torch.randn(6, 5, WIDTH),), loss_fn=loss_fn)
+
+    assert (sorted(rows), whole) == ([2, 2, 2], [])
+
+
+def test_outputs_may_be_merged_as_the_settings_say(two):
+    model = RoundPipe(
+        RETURNS["a sum"](),
+        runtime=two,
+        model_run_config=RoundPipeRunConfig(
+            num_microbatch=3, merge_output={"x": None, "divergence": rp_batch.Sum()}
+        ),
+    )
+    with told() as whole:
+        output = model(torch.randn(6, 5, WIDTH))
+
+    torch.testing.assert_close(output["divergence"], output["x"].square().sum())
+    assert whole == []

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain import assert_near, gradients
 from roundpipe import OwnLoss as Protocol
-from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, TrainingWarning
 from rp_presets import OwnLoss, UnknownLoss, to_sequential
 from torch import nn
 from torch.nn import functional
@@ -150,10 +150,17 @@ def test_each_microbatch_has_its_own_loss_where_outputs_stay_in_microbatches(two
 
 
 def test_a_call_whose_loss_divides_in_an_unknown_way_is_refused(two):
-    batch, model = ragged(5, 6, 3), hugging_face()
+    ids = ragged(6, 6, 3)["input_ids"]
     with pytest.raises(ValueError, match="unknown: the model has no own_loss"):
-        wrap(model, two, 2)(**batch)
-    assert wrap(hugging_face(), two, 2)(batch["input_ids"]).loss is None
+        wrap(hugging_face(), two, 2)(input_ids=ids, labels=ids)
+    assert wrap(hugging_face(), two, 2)(ids).loss is None
+
+
+def test_a_loss_that_is_seen_to_divide_otherwise_is_that_of_the_batch_in_one_piece(two):
+    batch, wanted = ragged(5, 6, 3), hugging_face()(**ragged(5, 6, 3)).loss
+    with pytest.warns(TrainingWarning, match="loss'.*off by"):
+        found = wrap(hugging_face(), two, 2)(**batch).loss
+    assert_near(found, wanted, 1e-6)
 
 
 def test_it_runs_on_any_devices(runtime):

@@ -52,15 +52,21 @@ class LossCall:
 
     @classmethod
     def split(
-        cls, splitter: CallSplitter, asked: LossArguments, config: RoundPipeRunConfig, mode: Mode
+        cls,
+        splitter: CallSplitter,
+        asked: LossArguments,
+        config: RoundPipeRunConfig,
+        mode: Mode,
+        *,
+        returns: bool,
     ) -> LossCall:
-        """Choose the loss and split the call.
+        """Choose the loss and split the call. `returns`: it returns outputs, too.
 
         Raises `ValueError` if labels are given in two places, or a `label` that nothing reads.
         """
         chosen = choose_loss(splitter.model, asked.kwargs, asked.label, asked.loss_fn, config.split_label)
         arrivals = Arrivals(splitter.runtime.backend, (asked.args, chosen.kwargs, asked.label))
-        parts = splitter.split(asked.args, chosen.kwargs, arrivals, config, mode)
+        parts = splitter.split(asked.args, chosen.kwargs, arrivals, config, mode, returns=returns)
         return cls(parts, *chosen.in_parts(parts), arrivals, config, is_own=chosen.is_own)
 
     def tell(self) -> None:

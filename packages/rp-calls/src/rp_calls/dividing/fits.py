@@ -8,7 +8,7 @@ from typing import Any
 import rp_batch
 import torch
 
-from rp_calls.dividing.rows import RowKey, Rows
+from rp_calls.dividing.rows import RowKey, Rows, whole_shape
 
 Tolerance = Callable[[torch.Tensor], float]
 
@@ -42,16 +42,22 @@ def fit_any(
 
 
 def fit_rows(
-    is_one_layer: bool, whole: Rows, outputs: Sequence[Rows], sizes: Sequence[int], tolerance: Tolerance
+    is_one_layer: bool,
+    merges: bool,
+    whole: Rows,
+    outputs: Sequence[Rows],
+    sizes: Sequence[int],
+    tolerance: Tolerance,
 ) -> None:
     """Check that each tensor of the whole is its parts, one after another, where these have as many rows.
 
     There rows must have one shape: as many columns as there are samples, for example, are no samples' own. Other
-    outputs, such as losses, say nothing: what microbatches contribute to them is up to the model. But if it
-    `is_one_layer`, whose input shows nothing either, and has no others, they must be the parts' sum or mean.
+    outputs, such as losses, say nothing where only a loss function reads them: what microbatches contribute to
+    them is up to the model. But if it `is_one_layer`, whose input shows nothing either, and has no others, they must be
+    the parts' sum or mean. Where the call `merges` outputs by default rules, that must give the whole's.
 
     >>> whole, part = {("output", ()): torch.arange(4.0)}, {("output", ()): torch.arange(2.0)}
-    >>> fit_rows(False, whole, [part, part], (2, 2), lambda _: 0.0)
+    >>> fit_rows(False, True, whole, [part, part], (2, 2), lambda _: 0.0)
     Traceback (most recent call last):
     rp_batch.errors.MergeError: output: differs from its parts by 1
     """
@@ -65,19 +71,47 @@ def fit_rows(
         found = rp_batch.distance(rows, torch.cat(parts), 0)
         if found > tolerance(rows):
             raise rp_batch.MergeError(place[0], f"differs from its parts by {found:.2g}")
-    if is_one_layer and not any(place[0].startswith("output") for place in whole.keys() - others):
+    returned = [place for place in others if place[0].startswith("output")]
+    if merges:
+        for place in returned:
+            _fit_merged(place, whole[place], [output.get(place) for output in outputs], sizes, tolerance)
+    elif is_one_layer and len(returned) == sum(place[0].startswith("output") for place in whole):
         for place in others:
             _fit_sum(place, whole[place], [output.get(place) for output in outputs], sizes, tolerance)
 
 
 def _refuse_other_shapes(whole: Rows, outputs: Sequence[Rows]) -> None:
     """Refuse rows of other shapes in parts, where a place of the whole has as many rows as the parts together."""
-    found = [{path: (shape, len(rows)) for (path, shape), rows in output.items()} for output in outputs]
+    found = [{path: (len(rows), shape) for (path, shape), rows in output.items()} for output in outputs]
     for (path, shape), rows in whole.items():
-        parts = [output.get(path, (shape, 0)) for output in found]
-        if sum(length for _, length in parts) == len(rows) and any(own != shape for own, _ in parts):
-            shapes = ", ".join(str((length, *own)) for own, length in parts)
-            raise rp_batch.MergeError(path, f"has the shape {(len(rows), *shape)}, and its parts have {shapes}")
+        parts = [output.get(path, (0, shape)) for output in found]
+        if sum(length for length, _ in parts) == len(rows) and any(own != shape for _, own in parts):
+            shapes = ", ".join(str(whole_shape(*part)) for part in parts)
+            raise rp_batch.MergeError(
+                path, f"has the shape {whole_shape(len(rows), shape)}, and its parts have {shapes}"
+            )
+
+
+def _fit_merged(
+    place: RowKey,
+    whole: torch.Tensor,
+    parts: Sequence[torch.Tensor | None],
+    sizes: Sequence[int],
+    tolerance: Tolerance,
+) -> None:
+    """Check that an output is what default rules make of its parts: single numbers are averaged."""
+    path, shape = place
+    there = [part for part in parts if part is not None]
+    if shape is not None or len(there) < len(parts):
+        raise rp_batch.MergeError(
+            path,
+            f"has the shape {whole_shape(len(whole), shape)}, which is not that of its parts, one after another",
+        )
+    average = rp_batch.merge(there, rp_batch.Mean(), sizes=sizes)
+    if (found := rp_batch.distance(whole.to(average.dtype), average)) > tolerance(whole):
+        raise rp_batch.MergeError(
+            path, f"is a single number that is off by {found:.2g} from the mean of its parts'"
+        )
 
 
 def _fit_sum(

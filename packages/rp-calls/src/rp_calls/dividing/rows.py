@@ -12,8 +12,8 @@ import torch
 # A row of more numbers becomes about so many: logits of a batch may take as much memory as the model.
 _NUMBERS = 64
 
-# Where a tensor is in the output, and the shape of its rows.
-RowKey: TypeAlias = tuple[str, tuple[int, ...]]
+# Where a tensor is in the output, and the shape of its rows; None: it is a single number, without rows.
+RowKey: TypeAlias = tuple[str, tuple[int, ...] | None]
 Rows: TypeAlias = dict[RowKey, torch.Tensor]
 
 
@@ -40,8 +40,19 @@ def rows_of(output: Any) -> Rows:
     with random signs, which are the same for all rows. A single number is a row.
     """
     found = ((path, _dense(tensor.detach())) for path, tensor in _tensors(output))
-    several = ((path, dense if dense.dim() else dense[None]) for path, dense in found)
-    return {(path, tuple(rows.shape[1:])): _shortened(rows) for path, rows in several}
+    return {
+        (path, tuple(dense.shape[1:]) if dense.dim() else None): _shortened(dense if dense.dim() else dense[None])
+        for path, dense in found
+    }
+
+
+def whole_shape(length: int, shape: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the shape of a tensor of so many rows, which have this shape; that of a single number is ().
+
+    >>> whole_shape(3, (2,)), whole_shape(1, None)
+    ((3, 2), ())
+    """
+    return () if shape is None else (length, *shape)
 
 
 def _tensors(output: Any) -> Iterator[tuple[str, torch.Tensor]]:

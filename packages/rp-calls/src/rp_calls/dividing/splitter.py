@@ -39,18 +39,33 @@ class CallSplitter:
         arrivals: Arrivals,
         config: RoundPipeRunConfig,
         mode: Mode = "train",
+        *,
+        returns: bool = True,
     ) -> rp_batch.Parts[Any]:
-        """Return the pairs (args, kwargs) of all microbatches. `mode`: of the call."""
+        """Return the pairs (args, kwargs) of all microbatches.
+
+        `mode`: of the call. `returns`: whether it returns outputs.
+        """
         spec = declared_spec(self.model, kwargs) if config.split_input is None else config.split_input
         count = num_microbatches(self._engine, self.runtime, (args, kwargs), spec, config, mode)
         parts = rp_batch.split((args, kwargs), count, spec)
         arrivals.check(count, parts)
-        if spec is None and len(parts) > 1 and not self._may_split(args, kwargs, len(parts), config, mode):
-            return in_one_piece(self._name, (args, kwargs), config)
+        if spec is None and len(parts) > 1:
+            is_own = getattr(self.model, "own_loss", None) is not None
+            merges = returns and config.merge_output is None and not is_own
+            if not self._may_split(args, kwargs, len(parts), config, mode, merges=merges):
+                return in_one_piece(self._name, (args, kwargs), config)
         return parts
 
     def _may_split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, config: RoundPipeRunConfig, mode: Mode
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        count: int,
+        config: RoundPipeRunConfig,
+        mode: Mode,
+        *,
+        merges: bool,
     ) -> bool:
         """Return whether a call gives the same split along the first dimension, as it has shown."""
         if self._trial_splitter is None or has_parts((args, kwargs)):
@@ -60,8 +75,8 @@ class CallSplitter:
         way = rp_batch.Way("inferred", 0, 0, "none")
         pattern = rp_batch.propose(args, kwargs).pattern
         proposals = rp_batch.Proposals(pattern, (rp_batch.Proposal(way, found.spec, found.batch_size),))
-        fit = partial(fit_rows, len(self._engine.host.state.layers) == 1)
+        fit = partial(fit_rows, len(self._engine.host.state.layers) == 1, merges)
         asked = CallToSplit(
-            self._name, None, config, (args, kwargs), lambda parts: parts, fit, is_loss=mode == "infer"
+            self._name, merges, config, (args, kwargs), lambda parts: parts, fit, is_loss=mode == "infer"
         )
         return self._trial_splitter.is_right(asked, proposals, count)

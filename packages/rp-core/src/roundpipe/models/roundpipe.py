@@ -273,7 +273,7 @@ class RoundPipe(OnOneEngine):
         with self._engine.telling():
             asked = self._checked(LossArguments.checked(input_args, input_kwargs, label, loss_fn))
             config = training_config(given_config("run_config", run_config).over(self.model_run_config))
-            call = LossCall.split(self._splitter, asked, config, "fused")
+            call = LossCall.split(self._splitter, asked, config, "fused", returns=return_outputs)
             step = StepDuring.wanted(self._whole, optimizer)
         losses, outputs = self._engine.forward_backward(
             call.parts, call.labels, call.arrivals, call.loss_fn, config, keep=return_outputs, step=step
@@ -326,7 +326,7 @@ class RoundPipe(OnOneEngine):
             asked = self._checked(LossArguments.checked(input_args, input_kwargs, label, loss_fn))
             config = evaluation_config(given_config("run_config", run_config)).over(self.model_run_config)
             check_outputs(config)
-            call = LossCall.split(self._splitter, asked, config, "infer")
+            call = LossCall.split(self._splitter, asked, config, "infer", returns=return_outputs)
         losses, outputs = self._engine.loss(
             call.parts, call.labels, call.arrivals, call.loss_fn, config, keep=return_outputs
         )
