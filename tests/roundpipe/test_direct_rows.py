@@ -379,3 +379,19 @@ def test_outputs_may_be_merged_as_the_settings_say(two):
 
     torch.testing.assert_close(output["divergence"], output["x"].square().sum())
     assert whole == []
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_counts_indices_in_the_batch_gets_the_whole_batch(two, kind):
+    row = nn.Sequential(kind(5, WIDTH, scale_grad_by_freq=True), nn.Linear(WIDTH, WIDTH))
+    plain, x = copy.deepcopy(row), torch.tensor([[1, 2], [1, 1], [3, 2], [1, 0]])
+    plain(x).square().sum().backward()
+
+    with told() as whole:
+        model = RoundPipe(row, runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=2))
+        model.forward_backward((x,), loss_fn=lambda output, _: output.square().sum())
+        model.synchronize()
+
+    torch.testing.assert_close(row[0].weight.grad, plain[0].weight.grad)
+    assert len(whole) == 1
+    assert "scale_grad_by_freq" in whole[0]

@@ -287,6 +287,10 @@ def _gradient_inside(_: Any, y: torch.Tensor) -> torch.Tensor:
     return y + slope
 
 
+def _functional_gradient(_: Any, y: torch.Tensor) -> torch.Tensor:
+    return y + torch.func.vmap(torch.func.grad(lambda x: x.pow(3).sum()))(y)
+
+
 def _checkpointed(_: Any, y: torch.Tensor) -> torch.Tensor:
     return checkpoint(torch.tanh, y, use_reentrant=False)
 
@@ -298,6 +302,7 @@ PURE: dict[str, Callable[[], nn.Sequential]] = {
     "in place": lambda: row(_in_place),
     "saved choices": lambda: row(_saved),
     "a gradient inside": lambda: row(_gradient_inside),
+    "a gradient of torch.func inside": lambda: row(_functional_gradient),
     "a checkpoint inside": lambda: row(_checkpointed),
 }
 

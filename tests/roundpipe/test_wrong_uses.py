@@ -211,6 +211,45 @@ def test_a_parameter_belongs_to_one_model(two: Runtime, how: str) -> None:
     assert first(X).shape == X.shape
 
 
+class Viewed(nn.Module):
+    """A trained weight of which a buffer is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.register_buffer("row", self.weight.detach()[1])
+
+
+def same_memory() -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    net[2].weight.data = net[0].weight.data
+    return net
+
+
+def some_columns(second: slice) -> nn.Module:
+    memory = torch.ones(4, 8)
+    return nn.ParameterList([memory[:, :4], memory[:, second]])
+
+
+@pytest.mark.parametrize("made", [same_memory, Viewed, lambda: some_columns(slice(3, 7))])
+def test_weights_in_memory_that_another_tensor_has_are_refused(
+    two: Runtime, made: Callable[[], nn.Module]
+) -> None:
+    with pytest.raises(ValueError, match=r"two tensors in the same memory.*b.weight = a.weight"):
+        wrap(made(), runtime=two)
+
+
+@pytest.mark.parametrize("made", [same_memory, Viewed, lambda: some_columns(slice(4, 8))])
+def test_memory_that_nothing_trains_or_that_is_beside_may_be_one(
+    two: Runtime, made: Callable[[], nn.Module]
+) -> None:
+    model = made()
+    if not isinstance(model, nn.ParameterList):
+        model.requires_grad_(False)
+
+    assert wrap(model, runtime=two)
+
+
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """One process, as torch's FSDP wants to know it."""

@@ -88,10 +88,7 @@ class SplitDecisions:
             if is_due or is_cut_elsewhere or 0 < decision.unsure < _MOST_UNSURE:
                 self._again(decision, proposals, attempt, begins)
         if decision.way is None:
-            if is_shared:
-                reason = f"split, it does not give what it gives for the whole batch {decision.reason}"
-                refuse_shared(name, reason, self._advice)
-            self._tell(name, decision.reason)
+            self.tell_whole(name, decision.reason, is_shared=is_shared)
         decision.trainings += trains
         return decision
 
@@ -120,7 +117,14 @@ class SplitDecisions:
         decision.way, decision.merging = None, None
         decision.reason = f"({found}); its last {decision.trainings} training calls were split"
 
-    def _tell(self, name: str, reason: str) -> None:
+    def tell_whole(self, name: str, reason: str, *, is_shared: bool) -> None:
+        """Tell, once, that calls of the submodule `name` are not split.
+
+        Raises `AloneOnly` if machines divide them.
+        """
+        if is_shared:
+            found = f"split, it does not give what it gives for the whole batch {reason}"
+            refuse_shared(name, found, self._advice)
         if name in self._told:
             return
         self._told.add(name)

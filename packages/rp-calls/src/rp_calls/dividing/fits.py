@@ -42,24 +42,21 @@ def fit_any(
 
 
 def fit_rows(
-    is_one_layer: bool,
-    merges: bool,
-    whole: Rows,
-    outputs: Sequence[Rows],
-    sizes: Sequence[int],
-    tolerance: Tolerance,
-) -> None:
+    is_one_layer: bool, whole: Rows, outputs: Sequence[Rows], sizes: Sequence[int], tolerance: Tolerance
+) -> str | None:
     """Check that each tensor of the whole is its parts, one after another, where these have as many rows.
 
     There rows must have one shape: as many columns as there are samples, for example, are no samples' own. Other
-    outputs, such as losses, say nothing where only a loss function reads them: what microbatches contribute to
-    them is up to the model. But if it `is_one_layer`, whose input shows nothing either, and has no others, they must be
-    the parts' sum or mean. Where the call `merges` outputs by default rules, that must give the whole's.
+    outputs, such as losses, say nothing: what microbatches contribute to them is up to the model. But if it
+    `is_one_layer`, whose input shows nothing either, and has no others, they must be the parts' sum or mean.
 
     >>> whole, part = {("output", ()): torch.arange(4.0)}, {("output", ()): torch.arange(2.0)}
-    >>> fit_rows(False, True, whole, [part, part], (2, 2), lambda _: 0.0)
+    >>> fit_rows(False, whole, [part, part], (2, 2), lambda _: 0.0)
     Traceback (most recent call last):
     rp_batch.errors.MergeError: output: differs from its parts by 1
+
+    Returns why default rules do not make the whole's outputs of the parts', for calls that return them; None if
+    they do.
     """
     _refuse_other_shapes(whole, outputs)
     others: list[RowKey] = []
@@ -71,13 +68,15 @@ def fit_rows(
         found = rp_batch.distance(rows, torch.cat(parts), 0)
         if found > tolerance(rows):
             raise rp_batch.MergeError(place[0], f"differs from its parts by {found:.2g}")
-    returned = [place for place in others if place[0].startswith("output")]
-    if merges:
-        for place in returned:
-            _fit_merged(place, whole[place], [output.get(place) for output in outputs], sizes, tolerance)
-    elif is_one_layer and len(returned) == sum(place[0].startswith("output") for place in whole):
+    if is_one_layer and not any(place[0].startswith("output") for place in whole.keys() - others):
         for place in others:
             _fit_sum(place, whole[place], [output.get(place) for output in outputs], sizes, tolerance)
+    returned = (place for place in others if place[0].startswith("output"))
+    reasons = (
+        _why_not_merged(place, whole[place], [output.get(place) for output in outputs], sizes, tolerance)
+        for place in returned
+    )
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _refuse_other_shapes(whole: Rows, outputs: Sequence[Rows]) -> None:
@@ -92,26 +91,22 @@ def _refuse_other_shapes(whole: Rows, outputs: Sequence[Rows]) -> None:
             )
 
 
-def _fit_merged(
+def _why_not_merged(
     place: RowKey,
     whole: torch.Tensor,
     parts: Sequence[torch.Tensor | None],
     sizes: Sequence[int],
     tolerance: Tolerance,
-) -> None:
-    """Check that an output is what default rules make of its parts: single numbers are averaged."""
+) -> str | None:
+    """Return why default rules, which average single numbers, do not make this output of its parts."""
     path, shape = place
     there = [part for part in parts if part is not None]
     if shape is not None or len(there) < len(parts):
-        raise rp_batch.MergeError(
-            path,
-            f"has the shape {whole_shape(len(whole), shape)}, which is not that of its parts, one after another",
-        )
+        found = whole_shape(len(whole), shape)
+        return f"{path}: has the shape {found}, which is not that of its parts, one after another"
     average = rp_batch.merge(there, rp_batch.Mean(), sizes=sizes)
-    if (found := rp_batch.distance(whole.to(average.dtype), average)) > tolerance(whole):
-        raise rp_batch.MergeError(
-            path, f"is a single number that is off by {found:.2g} from the mean of its parts'"
-        )
+    found = rp_batch.distance(whole.to(average.dtype), average)
+    return f"{path}: is off by {found:.2g} from the mean of its parts" if found > tolerance(whole) else None
 
 
 def _fit_sum(

@@ -75,8 +75,8 @@ class CallSplitter:
         way = rp_batch.Way("inferred", 0, 0, "none")
         pattern = rp_batch.propose(args, kwargs).pattern
         proposals = rp_batch.Proposals(pattern, (rp_batch.Proposal(way, found.spec, found.batch_size),))
-        fit = partial(fit_rows, len(self._engine.host.state.layers) == 1, merges)
+        fit = partial(fit_rows, len(self._engine.host.state.layers) == 1)
         asked = CallToSplit(
-            self._name, merges, config, (args, kwargs), lambda parts: parts, fit, is_loss=mode == "infer"
+            self._name, None, config, (args, kwargs), lambda parts: parts, fit, is_loss=mode == "infer"
         )
-        return self._trial_splitter.is_right(asked, proposals, count)
+        return self._trial_splitter.is_right(asked, proposals, count, merges=merges)

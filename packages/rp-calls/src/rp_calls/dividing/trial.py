@@ -102,6 +102,10 @@ class SplitTrial:
 
         Raises what the model raises for the whole batch, as it would in plain PyTorch.
         """
+        if self._counts_in_batch():
+            return (
+                "an embedding with scale_grad_by_freq=True divides gradients by how often the batch has an index"
+            )
         with aside(self.engine.host, self.runtime, is_compiled=self.engine.is_compiled) as set_back:
             try:
                 return self._in_some_mode(proposals, count, set_back)
@@ -130,6 +134,12 @@ class SplitTrial:
             if not _lacks_memory(error):
                 raise
         raise undecided.error
+
+    def _counts_in_batch(self) -> bool:
+        """Return whether gradients, which no trial computes, depend on the whole batch, though outputs do not."""
+        counting = (nn.Embedding, nn.EmbeddingBag)
+        found = (each for root in self.modules for each in root.modules() if isinstance(each, counting))
+        return any(each.scale_grad_by_freq and each.weight.requires_grad for each in found)
 
     def _is_training(self) -> bool:
         return any(module.training for root in self.modules for module in root.modules())

@@ -125,9 +125,18 @@ class TrialSplitter:
             return SplitCall(in_one_piece(asked.name, asked.arguments, asked.config))
         return SplitCall(rp_batch.split(asked.arguments, count, chosen.spec), decision.merging, kind, chosen.way)
 
-    def is_right(self, asked: CallToSplit, proposals: rp_batch.Proposals, count: int) -> bool:
-        """Return whether the call can be split as proposed, into this many microbatches."""
-        return self._decision(asked, proposals, count)[1].way is not None
+    def is_right(
+        self, asked: CallToSplit, proposals: rp_batch.Proposals, count: int, *, merges: bool = False
+    ) -> bool:
+        """Return whether the call can be split as proposed, into this many microbatches.
+
+        `merges`: its outputs are merged by default rules; `merging` of what `fit` found is why that is not right.
+        """
+        decision = self._decision(asked, proposals, count)[1]
+        if decision.way is None or not merges or decision.merging is None:
+            return decision.way is not None
+        self._decisions.tell_whole(asked.name, f"({decision.merging})", is_shared=self._is_shared(asked))
+        return False
 
     def _decision(
         self, asked: CallToSplit, proposals: rp_batch.Proposals, count: int

@@ -11,6 +11,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from roundpipe.models.adapters import refuse_adapters
 from roundpipe.models.calls.surroundings import odd
+from roundpipe.models.wrapped.overlapping import refuse_overlapping
 
 # By name, since importing FSDP takes long.
 _REPLICATING = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
@@ -31,6 +32,7 @@ def refuse_unfit(model: nn.Module) -> None:
             _refuse_tensor(where, f"parameter {own!r}", tensor)
         for own, tensor in module.named_buffers(recurse=False):
             _refuse_tensor(where, f"buffer {own!r}", tensor)
+    refuse_overlapping(model)
 
 
 def _refuse_module(where: str, module: nn.Module) -> None:
