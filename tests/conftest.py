@@ -14,6 +14,14 @@ from typing import Any
 
 import pytest
 
+if sys.dont_write_bytecode:
+    # Many containers keep no bytecode (PYTHONDONTWRITEBYTECODE). Then each process that imports torch compiles
+    # thousands of files, which takes longer than to run them. Keep it apart from the sources.
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+
 # Test files are imported one by one; what those of all packages share lies here.
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -25,14 +33,6 @@ if importlib.util.find_spec("hypothesis") is not None:
     from examples import register_profiles
 
     register_profiles()
-
-if sys.dont_write_bytecode:
-    # Many containers keep no bytecode (PYTHONDONTWRITEBYTECODE). Then each process that imports torch compiles
-    # thousands of files, which takes longer than to run them. Keep it apart from the sources.
-    sys.dont_write_bytecode = False
-    sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Inductor would start processes to compile in, each with torch, for a few kernels.

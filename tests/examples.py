@@ -30,3 +30,15 @@ def examples(thorough: int) -> int:
     (60, 6)
     """
     return max(1, thorough * settings.default.max_examples // _THOROUGH)
+
+
+def dear(thorough: int) -> int:
+    """How many to try where each takes long: a third of `examples`, except in a thorough run.
+
+    >>> with_profile = lambda name: (settings.load_profile(name), dear(60))[1]
+    >>> register_profiles()
+    >>> with_profile("thorough"), with_profile("ci"), with_profile("quick")
+    (60, 6, 2)
+    """
+    count = examples(thorough)
+    return count if count >= thorough else max(1, count // 3)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import rp_batch
 import torch
-from examples import examples
+from examples import dear, examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plain import assert_near, batch, gradients, square_error, twin, weights
@@ -23,7 +23,7 @@ from torch import nn
 
 pytestmark = pytest.mark.usefixtures("small_departures")
 
-EXAMPLES = examples(500)
+EXAMPLES = dear(500)
 CALLS = 2
 LR = 1e-2
 

@@ -257,12 +257,18 @@ def test_a_model_in_parts_decides_in_its_first_forward_with_gradients() -> None:
     assert all(map(torch.equal, gradients("auto"), gradients("fp8")))
 
 
-@pytest.mark.parametrize("options", [False, pytest.param({}, marks=pytest.mark.slow)], ids=["eager", "compiled"])
-def test_products_are_measured_on_a_device(options: Any) -> None:
+@pytest.mark.parametrize(
+    ("options", "shapes"),
+    [
+        pytest.param(False, [LinearShape(48, 32, True, 3), LinearShape(32, 48, False, 1)], id="eager"),
+        # Each shape is compiled anew, for seconds.
+        pytest.param({}, [LinearShape(48, 32, True, 3)], id="compiled", marks=pytest.mark.slow),
+    ],
+)
+def test_products_are_measured_on_a_device(options: Any, shapes: list[LinearShape]) -> None:
     with Runtime("cpu:1") as runtime:
         (lane,) = runtime.lanes
         recipes = candidates(trains_weights=True)
-        shapes = [LinearShape(48, 32, True, 3), LinearShape(32, 48, False, 1)]
         trial = auto_compute.ProductTrial(lane, shapes, recipes, 64, 4)
         times = auto_compute.timed(compiler_of(options, 1), trial)
 

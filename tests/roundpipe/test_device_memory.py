@@ -49,9 +49,7 @@ def check_points(monkeypatch: pytest.MonkeyPatch, kind: Kind, first: int, step: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if place % 4 else ()) for place, name in enumerate(KINDS)]
-)
+@pytest.mark.parametrize("name", [*KINDS][::3])
 def test_a_call_whose_allocations_fail_twice_in_a_row_has_the_numbers_of_an_undisturbed_one(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

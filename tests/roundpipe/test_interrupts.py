@@ -19,7 +19,7 @@ import rp_checkpoint
 import rp_engine
 import rp_optim
 import rp_transfer
-from examples import examples
+from examples import dear
 from interrupting import Trained
 from plain import batch, square_error
 from roundpipe import Runtime
@@ -201,7 +201,7 @@ def test_an_interrupt_at_any_instruction_of_a_call_hangs_nothing(two: Runtime, w
         seen.add(where)
         within(20, model.reset)
         # Every one under the thorough profile.
-        nth += (1 if nth < 400 else 7) * (100 // examples(100))
+        nth += (1 if nth < 400 else 7) * (100 // dear(100))
     within(20, model.reset)
     within(20, model.synchronize)
     assert len(seen) > 5

@@ -9,7 +9,7 @@ import rp_batch
 import torch
 import transformers
 from comparison import Outcome, differences, without_cache, without_dropout
-from examples import examples
+from examples import dear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from roundpipe import RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
@@ -72,7 +72,7 @@ def test_every_other_model_that_sees_trains_on_devices_as_plainly(name, devices,
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SAMPLE if name in FAMILIES])
 @given(data=st.data())
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=dear(20), deadline=None)
 def test_samples_may_have_any_number_of_images(name, data):
     images = st.lists(st.integers(0, 2), max_size=3)
     owned = data.draw(st.lists(images, min_size=3, max_size=5), label="images of each sample")
@@ -115,7 +115,7 @@ def test_videos_of_all_others_train_on_devices_as_plainly(name, devices, microba
 
 @pytest.mark.slow
 @given(data=st.data())
-@settings(max_examples=examples(10), deadline=None)
+@settings(max_examples=dear(10), deadline=None)
 def test_samples_may_have_any_number_of_videos_beside_images(data):
     some = st.lists(st.integers(0, 2), max_size=2)
     owned, own_videos = (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from examples import examples
+from examples import dear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from roundpipe import RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
@@ -93,7 +93,7 @@ def rows(count: int, seed: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", MIXTURES)
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=dear(20), deadline=None)
 @given(calls=st.integers(2, 3), batch=st.integers(1, 2), whole=st.booleans(), seed=st.integers(0, 99))
 def test_calls_that_are_added_up_equal_one_call_of_all(
     name: str, calls: int, batch: int, whole: bool, seed: int
