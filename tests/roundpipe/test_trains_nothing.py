@@ -478,7 +478,22 @@ SEEN_MEANS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "one of two": lambda outputs, label: [square_error(outputs, label), nn.functional.l1_loss(outputs, label)],
     "closure": made("mean"),
     "reduced once more": lambda outputs, label: nn.functional.mse_loss(outputs, label).mean(),
+    "two terms": lambda outputs, label: nn.functional.mse_loss(outputs, label) + 0.1 * outputs.square().mean(),
+    "terms of a list": lambda outputs, label: sum([(outputs - label).abs().mean(), outputs.square().mean()]),
+    "one less": lambda outputs, label: 1 - (outputs * label).mean(),
+    "added in place": lambda outputs, label: added_up(nn.functional.mse_loss(outputs, label)),
+    "by length": lambda outputs, label: square_error(outputs, label) / len(outputs),
+    "by shape": lambda outputs, label: square_error(outputs, label).div(label.shape[0]),
+    "by elements": lambda outputs, label: square_error(outputs, label) / torch.cat((outputs, label)).numel(),
+    "by a mask": lambda outputs, label: (outputs * (label > 0)).sum() / (label > 0).sum().clamp(min=1),
+    "by weights": lambda outputs, label: -(outputs * label.exp()).sum() / (label.exp().sum() + 1e-6),
 }
+
+
+def added_up(loss: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(())
+    total += loss
+    return total
 
 
 def divided_in_place(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -493,6 +508,13 @@ def with_a_metric(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return square_error(outputs, label)
 
 
+WHOLE = torch.ones(6)
+
+
+def by_elements_of_batch(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return square_error(outputs, label) * (len(outputs) / len(outputs)) / (6 * outputs.shape[1])
+
+
 SUMS = {
     "module": nn.MSELoss(reduction="sum"),
     "partial": partial(nn.functional.mse_loss, reduction="sum"),
@@ -502,6 +524,12 @@ SUMS = {
     "divided in place": divided_in_place,
     "beside a mean in inference mode": with_a_metric,
     "sum that is reduced once more": lambda outputs, label: square_error(outputs, label).mean(),
+    "divided by the size of the batch": lambda outputs, label: square_error(outputs, label) / 6,
+    "divided by the elements of the batch": lambda outputs, label: by_elements_of_batch(outputs, label),
+    "divided by a count of the batch": lambda outputs, label: square_error(outputs, label) / WHOLE.sum(),
+    "a mean that is weighted": lambda outputs, label: (outputs - label).square().mean() * (len(label) / 6),
+    "scaled by a size": lambda outputs, label: square_error(outputs / outputs.shape[1], label),
+    "with a temperature": lambda outputs, label: square_error(outputs, label) / torch.tensor(2.0).exp(),
     "means over features": lambda outputs, label: (outputs - label).square().mean(1).sum(),
 }
 

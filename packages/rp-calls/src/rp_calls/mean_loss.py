@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
+import rp_batch
 import torch
 from rp_engine import LossFn
 from rp_engine.context import computing_loss
@@ -15,6 +17,7 @@ from rp_errors import warn_user
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 # Functions whose `reduction` is "mean" by default.
 _FUNCTIONS = (
@@ -59,14 +62,20 @@ def takes_mean(loss_fn: object) -> bool:
 class WatchedLoss:
     """A loss function of one of several microbatches. Its first run is watched: a mean may be what it returns.
 
-    >>> loss = WatchedLoss(lambda outputs, label: functional.mse_loss(outputs, label), 2)
+    `rows`: how many samples the batch has, if that is known.
+
+    >>> loss = WatchedLoss(lambda outputs, label: functional.mse_loss(outputs, label) + 1, 2)
+    >>> loss(torch.ones(3), torch.zeros(3)), loss.is_mean
+    (tensor(2.), True)
+    >>> loss = WatchedLoss(lambda outputs, label: outputs.sum() / len(label), 2, rows=6)
     >>> loss(torch.ones(3), torch.zeros(3)), loss.is_mean
     (tensor(1.), True)
     """
 
-    def __init__(self, loss_fn: LossFn, microbatches: int) -> None:
+    def __init__(self, loss_fn: LossFn, microbatches: int, rows: int | None = None) -> None:
         self._loss_fn = loss_fn
         self._microbatches = microbatches
+        self._rows = rows
         self.is_mean = microbatches > 1 and takes_mean(loss_fn)
         self._is_watched = microbatches > 1 and not self.is_mean and _may_watch(loss_fn)
 
@@ -76,7 +85,8 @@ class WatchedLoss:
             if not self._is_watched:
                 return self._loss_fn(outputs, label)
             self._is_watched = False
-            with _Means() as means:
+            given = [leaf for leaf in rp_batch.flatten((outputs, label))[0] if isinstance(leaf, torch.Tensor)]
+            with _Means(given, self._rows) as means:
                 loss = self._loss_fn(outputs, label)
         self.is_mean = means.include(loss)
         return loss
@@ -93,13 +103,35 @@ class WatchedLoss:
             )
 
 
-class _Means(TorchFunctionMode):
-    """Notes the means that are taken inside."""
+# Names of operations after which a mean is still one, if one of their arguments is; of divisions; of sums; of what
+# makes a divisor of a sum; and of what tells sizes.
+_ADDITIONS = frozenset(
+    ("add", "add_", "rsub", "sub", "sub_", "__add__", "__iadd__", "__isub__", "__radd__", "__rsub__", "__sub__")
+)
+_DIVISIONS = frozenset(("div", "div_", "divide", "true_divide", "__itruediv__", "__truediv__"))
+_SUMS = frozenset(("count_nonzero", "sum"))
+_OF_SUMS = frozenset(
+    ("add", "__add__", "__radd__", "clamp", "clamp_min", "double", "float", "max", "maximum", "to")
+)
+_SIZES = frozenset(("__get__", "__len__", "nelement", "numel", "size"))
 
-    def __init__(self) -> None:
+
+class _Means(TorchFunctionMode):
+    """Notes the means that are taken inside: by functions of torch, or as a sum divided by a count.
+
+    `given`: the tensors of the microbatch. `rows`: how many samples the batch has.
+    """
+
+    def __init__(self, given: Sequence[torch.Tensor], rows: int | None) -> None:
         super().__init__()
         # With their versions: what is written since, as by ``loss /= 2``, is a mean no more.
         self._taken: list[tuple[torch.Tensor, int]] = []
+        # What is computed from the microbatch, which of that are sums, and sizes that were asked for. What is
+        # counted in the whole batch is none of these.
+        self._computed = WeakIdKeyDictionary(dict.fromkeys(given))
+        self._sums = WeakIdKeyDictionary()
+        self._counts = set[int]()
+        self._of_batch = {1, *((rows or 1) * one.shape[1:].numel() for one in given if one.ndim), rows or 1}
 
     def __torch_function__(
         self,
@@ -110,18 +142,61 @@ class _Means(TorchFunctionMode):
     ) -> Any:
         """Call the function of torch."""
         named = kwargs or {}
+        was_mean = [self.include(one) for one in args]
         result = func(*args, **named)
+        if getattr(func, "__name__", "") in _SIZES and self._is_computed(args[0]):
+            self._counts |= {*self._numbers(args[0], result)} - self._of_batch
+        # Nothing counts what is written to a tensor of inference mode, such as a metric.
+        if isinstance(result, torch.Tensor) and not result.is_inference():
+            self._note_computed(getattr(func, "__name__", ""), args, result)
+            if self._is_mean(func, args, named, was_mean):
+                self._taken.append((result, result._version))
+        return result
+
+    def _note_computed(self, name: str, args: Sequence[Any], result: torch.Tensor) -> None:
+        # Tensors that are put together come in a list.
+        several = (cast("Sequence[object]", one) if isinstance(one, list | tuple) else (one,) for one in args)
+        if any(map(self._is_computed, chain.from_iterable(several))):
+            self._computed[result] = None
+            of_sum = name in _OF_SUMS and any(map(self._is_sum, args))
+            if result.numel() == 1 and (name in _SUMS or of_sum):
+                self._sums[result] = None
+
+    def _is_mean(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        named: Mapping[str, Any],
+        was_mean: Sequence[bool],
+    ) -> bool:
+        name = getattr(func, "__name__", "")
         if func in (torch.mean, torch.Tensor.mean):
             given = args[0] if args else None
             # That of a single number is that number, as in a loss that is reduced once more to be sure.
             is_number = isinstance(given, torch.Tensor) and given.ndim == 0
-            is_mean = self.include(given) if is_number else len(args) == 1 and named.get("dim") is None
-        else:
-            is_mean = func in _FUNCTIONS and named.get("reduction", "mean") in _MEANS
-        # Nothing counts what is written to a tensor of inference mode, such as a metric.
-        if is_mean and not result.is_inference():
-            self._taken.append((result, result._version))
-        return result
+            return was_mean[0] if is_number else len(args) == 1 and named.get("dim") is None
+        if name in _ADDITIONS:
+            return any(was_mean)
+        if name in _DIVISIONS and len(args) == 2:
+            is_number = self._is_computed(args[0]) and args[0].numel() == 1 and not was_mean[0]
+            return is_number and (self._is_sum(args[1]) or self._is_count(args[1]))
+        return func in _FUNCTIONS and named.get("reduction", "mean") in _MEANS
+
+    @staticmethod
+    def _numbers(sized: torch.Tensor, found: object) -> Iterable[int]:
+        """Return the numbers of rows or elements among the sizes that were asked for."""
+        if isinstance(found, int):
+            return [found]
+        return [sized.shape[0], sized.numel()] if isinstance(found, torch.Size) and sized.ndim else []
+
+    def _is_computed(self, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value in self._computed
+
+    def _is_sum(self, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value in self._sums
+
+    def _is_count(self, value: object) -> bool:
+        return isinstance(value, int | float) and value in self._counts
 
     def include(self, loss: Any) -> bool:
         """Return whether a loss function has returned one of them, as its only loss or one of several."""

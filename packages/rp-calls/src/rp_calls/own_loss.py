@@ -99,7 +99,7 @@ def choose_loss(
         over = loss_fn.for_batch(label) if isinstance(loss_fn, TokenMean) else None
 
         def in_parts(parts: rp_batch.Parts[Any]) -> tuple[Sequence[Any], LossFn]:
-            return _split(label, parts, split_label), over or WatchedLoss(loss_fn, len(parts))
+            return _split(label, parts, split_label), over or WatchedLoss(loss_fn, len(parts), _rows(parts))
 
         return ChosenLoss(dict(kwargs), in_parts)
     refuse_label(label, kwargs)
@@ -155,6 +155,10 @@ def _own(own: OwnLoss, kwargs: Mapping[str, Any]) -> ChosenLoss:
         return [own.share(part[1], whole) for part in parts], own.loss_fn
 
     return ChosenLoss(whole, in_parts, is_own=True)
+
+
+def _rows(parts: rp_batch.Parts[Any]) -> int | None:
+    return None if parts.sizes is None else sum(parts.sizes)
 
 
 def _split(label: Any, parts: rp_batch.Parts[Any], split_label: Any) -> Sequence[Any]:
