@@ -260,6 +260,14 @@ class Block:
         with _VERSIONS:
             return sum(tensor._version for tensor in self.tensors) - self._own_writes
 
+    def unseen_writes(self) -> set[int]:
+        """Return the indices of tensors that code outside has written past their version counters.
+
+        Without a second block, no step may be running.
+        """
+        with _VERSIONS:
+            return self._overtaken | self._unseen()
+
     def changed_outside(self, *, samples: bool = False) -> list[int]:
         """Return the indices of the tensors that code outside the engine has written since the last such call.
 

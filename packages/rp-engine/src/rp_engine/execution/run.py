@@ -15,6 +15,7 @@ import torch
 from rp_optim.jobs import Outcome, wait_for_all
 from rp_sched import Task
 from rp_state.block import Block
+from rp_state.telling.late_writes import LateWrites
 from rp_telemetry import tracing
 from rp_telemetry.calls.call_span import CallSpan
 from rp_telemetry.layer_times import LayerTimes
@@ -26,7 +27,7 @@ from rp_engine.device.packet import Packet, Slot
 from rp_engine.device.replica import Twins
 from rp_engine.device.transfers import Delivery
 from rp_engine.device.weights import UploadContext, Weights
-from rp_engine.errors import RoundPipeError, add_note, class_name, in_words
+from rp_engine.errors import add_note, class_name, in_words
 from rp_engine.execution.batch import Batch
 from rp_engine.execution.call import Call, Streams
 from rp_engine.execution.caller_slots import CallerSlots
@@ -43,6 +44,9 @@ from rp_engine.runtime.late_errors import UnreportedError
 from rp_engine.runtime.launcher import wait_until
 from rp_engine.runtime.runtime import Runtime
 from rp_engine.runtime.tickets import own_turn, taking_tickets
+
+# In so many of a model's first calls samples of weights are looked at, too: what a program does, it does there.
+_SAMPLED = 4
 
 
 class Run:
@@ -85,8 +89,8 @@ class Run:
         self._has_delivered = False
         self._exchange = Exchange()
         self._exchange.expect_tasks(call, self.tasks)
-        # Of blocks that backward tasks read after the call has returned, how often code outside had written them.
-        self._writes: dict[Block, int] = {}
+        # Of blocks that backward tasks read after the call has returned.
+        self._writes = LateWrites()
         self._caller = CallerSlots(call, batch, runtime.backend, self._exchange)
         self._caller.put_batch()
 
@@ -188,7 +192,11 @@ class Run:
         # Those of backward tasks, too: what changes in a layer between forward and backward belongs to neither.
         for task in self.tasks:
             self._twins[task.device].ensure(task.layers)
-        self._writes = {block: block.writes_outside() for block in self._turns.read_late(tasks)}
+        self._writes = LateWrites(
+            self._turns.read_late(tasks),
+            samples=self.number < _SAMPLED or self.call.compares,
+            is_stepping=lambda: self.call.state.is_stepping,
+        )
         jobs: deque[tuple[Lane, TaskJob]] = deque()
         try:
             jobs.extend(self._prepare(task, times) for task in tasks)
@@ -260,17 +268,9 @@ class Run:
 
     def _refuse_written(self, delivery: Delivery) -> None:
         # Before the delivery leaves any turn: whoever has waited for these gradients may write.
-        if not self._writes:
-            return
-        delivery.made.synchronize()
-        layers = {layer for block, *_ in delivery.sums for layer in block.users}
-        for block, writes in self._writes.items():
-            if not layers.isdisjoint(block.users) and block.writes_outside() != writes:
-                raise RoundPipeError(
-                    f"weights of {block} were written while the backward of a call still read them, so its "
-                    "gradients are those of no weights; call model.synchronize() before you write weights, or "
-                    "write them after a synchronous step. Drop these gradients (zero_grad; reset after a step)"
-                )
+        if self._writes:
+            delivery.made.synchronize()
+            self._writes.refuse({layer for block, *_ in delivery.sums for layer in block.users})
 
     def _may_deliver(self) -> bool:
         with self._lock:
