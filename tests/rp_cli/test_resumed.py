@@ -24,6 +24,7 @@ from rp_estimate.machine.hardware import Machine
 from rp_trainer.finetuning.evaluation import Evaluation
 from rp_trainer.finetuning.training import Training
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config
 
 pytestmark = pytest.mark.usefixtures("measured_once")
 
@@ -414,6 +415,27 @@ def test_a_finished_run_is_extended_as_if_it_had_been_longer(
     assert "is finished" in capsys.readouterr().out
     assert main([*given, "--output", str(run), "--overwrite", "--steps", "1"]) == 0
     assert not (run / "model-after-step-4").exists()
+
+
+@pytest.mark.later
+def test_a_run_that_cannot_be_extended_keeps_its_model_and_its_length(
+    inputs: list[str], whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole["full"], run)
+    # Weights of another shape: only the checkpoint itself can tell.
+    config = json.loads((run / "model" / "config.json").read_text())
+    other = tmp_path / "other"
+    AutoModelForCausalLM.from_config(GPT2Config(**{**config, "n_layer": 3})).save_pretrained(other)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    more = ["--tokenizer", inputs[2], "--output", str(run), "--resume", "--steps", str(STEPS + 2)]
+
+    assert main([*inputs, *more, "--model", str(other)]) == 2
+
+    assert "do not have the same tensors" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert main([*inputs, "--output", str(run), "--resume"]) == 0
+    assert "is finished" in capsys.readouterr().out
 
 
 @pytest.mark.later

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rp_adapters.names import ALL_LINEAR, USUAL_PARTS
+from rp_reports.terminal import say
 from rp_sources.trained_on import KEY, is_other
 from rp_trainer.errors import Refused
 from rp_trainer.finetuning.extending import earlier_steps, extend
@@ -36,15 +37,15 @@ _LENGTHS = ("steps", "epochs")
 CLOCK = "clock"
 
 
-def extended(options: FineTuning, steps: int, names: Names) -> str:
-    """Give the run that goes on so many steps; return what to tell of it, with a line's end."""
+def extended(options: FineTuning, steps: int, names: Names) -> None:
+    """Give the run that goes on so many steps, and tell of it."""
     assert options.output is not None
     earlier, values = earlier_steps(options.output), options.jsonable()
     beside = extend(options.output, steps, {name: values[name] for name in _LENGTHS}, names)
     kept = "" if beside is None else f"; the model so far is kept in {beside}"
-    return (
+    say(
         f"extended from {earlier} to {steps} steps: from here on, the learning rate is that of a run of {steps} "
-        f"steps{kept}\n"
+        f"steps{kept}"
     )
 
 

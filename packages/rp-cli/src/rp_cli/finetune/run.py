@@ -137,11 +137,6 @@ def _for_data(options: FineTuning, data: Data) -> FineTuning:
     return options if data.sight is None else replace(options, packing=False)
 
 
-def _extend(options: FineTuning, data: Data) -> None:
-    if is_extended(options, data.steps):
-        print(extended(options, data.steps, NAMES), end="", flush=True)
-
-
 def _fetch_weights(given: FineTuning, options: FineTuning) -> None:
     if is_on_hub(given):
         fetch_weights(given, options.model)
@@ -197,7 +192,6 @@ class _Training:
     def run(self) -> TrainingOutcome:
         self._check()
         settings = settings_of(self.options, self.data.steps)
-        self.processes.lead(lambda: _extend(self.options, self.data))
         return train(
             self.model,
             self.data.batches,
@@ -225,7 +219,10 @@ class _Training:
         facts |= {} if self.identity is None else {KEY: self.identity}
         beside = self.tokenizer if self.data.sight is None else self.data.sight.processor
         ends = ReplyEnds() if self.options.is_adapted else ReplyEnds.by(loader_of(self.options), "--tokenizer")
-        return InFolder(self.folder, partial(save_model, self.model, beside, self.identity, ends), options=facts)
+        write = partial(save_model, self.model, beside, self.identity, ends)
+        is_longer = self.processes.lead(lambda: is_extended(self.options, self.data.steps))
+        extend = partial(extended, self.options, self.data.steps, NAMES) if is_longer else None
+        return InFolder(self.folder, write, options=facts, extend=extend)
 
     def _reports(self, steps: int, done: int) -> Iterator[Report]:
         options = self.options

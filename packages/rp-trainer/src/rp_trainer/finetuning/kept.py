@@ -87,6 +87,8 @@ class InFolder:
         write_model: writes the model into a folder that it creates, such as
             ``model.named_model.save_pretrained``.
         options: JSON values to write down in ``options.json``.
+        extend: gives a run that goes on more steps, once its checkpoint is loaded: a refusal before that must
+            leave its model and options as they were. Given on all machines; called on the first.
 
     Unless the folder was taken with ``resume=True``, the results of an earlier run in it are removed.
     """
@@ -97,10 +99,10 @@ class InFolder:
         write_model: Callable[[Path], object],
         *,
         options: Mapping[str, Any] | None = None,
+        extend: Callable[[], object] | None = None,
     ) -> None:
-        self._folder, self._write_model = folder, write_model
-        self._options, self._resume = options or {}, folder.resume
-        self._names = folder.names
+        self._folder, self._write_model, self._extend = folder, write_model, extend
+        self._options, self._resume, self._names = options or {}, folder.resume, folder.names
         self._changes_seen = 0
         self._saved_step: int | None = None
         self._lowest: float | None = None
@@ -113,7 +115,7 @@ class InFolder:
 
         Raises `Refused` if that run had other settings.
         """
-        if not (self._goes_on() and (self._folder.folder / MODEL).is_dir()):
+        if self._extend or not (self._goes_on() and (self._folder.folder / MODEL).is_dir()):
             return False
         self._refuse_other(settings)
         return True
@@ -126,11 +128,13 @@ class InFolder:
 
         Raises `Refused` if none can be loaded, or if the folder cannot be used.
         """
-        self._training = training
-        self._processes = training.processes
+        self._training, self._processes = training, training.processes
         goes_on = self._processes.lead(self._made)
         self.manager = self._processes.all(self._manager)
         done = self._loaded() if goes_on else 0
+        if self._extend:
+            self._processes.lead(self._extend)
+        self._processes.lead(self._folder.note_options)
         if self._resume:
             _LOG.info(*(("goes on after step %d", done) if done else ("no checkpoint yet: begins with step 1",)))
         return done
@@ -144,13 +148,12 @@ class InFolder:
         else:
             remove_results(folder, self._names)
             create_output(folder, {**self._options, SETTINGS: settings.told()}, self._names)
-        self._folder.note_options()
         return goes_on
 
     def _refuse_other(self, settings: Settings) -> None:
         was: Mapping[str, object] = earlier_options(self._folder.folder).get(SETTINGS, {})
         for name, value in settings.told().items():
-            if was.get(name, value) != value:
+            if was.get(name, value) != value and not (self._extend and name == "steps"):
                 raise Refused(
                     f"{self._names.resume} needs the same settings, but {name} was {was[name]} and is {value}; "
                     "set it as it was, or name another folder"
@@ -221,9 +224,8 @@ class InFolder:
         # Nothing is written to a folder that is not this run's any more.
         self._processes.lead(self._check_folder)
         training = self._training
-        count = training.model.model_run_config.num_microbatch
         data = {
-            "num_microbatch": count,
+            "num_microbatch": training.model.model_run_config.num_microbatch,
             "lowest_loss": self._lowest,
             "owes_evaluation": training.owes_evaluation,
             "patience": training.patience.state(),
