@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,8 +145,9 @@ def test_a_listing_that_fails_in_training_is_told_and_training_goes_on(
 # Streams
 
 PROGRAM = """
+import subprocess
 import sys
-from rp_cli.main import main
+from rp_cli.command import main
 sys.exit(main())
 """
 STREAMS = {
@@ -180,6 +182,25 @@ sys.exit(subprocess.call(["bash", "-c", 'exec "$@" {STREAMS[name]}', "bash", *co
     assert "Traceback" not in complaints
     if name == "stdout full":
         assert "roundpipe: standard output cannot be written" in complaints
+
+
+def test_no_file_that_the_command_opens_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    program = f"""
+import os, sys
+from contextlib import suppress
+from rp_cli.command import main
+
+sys.argv = ["roundpipe", "--version"]
+with suppress(SystemExit):
+    main()
+print("not lost in a file")
+held = [os.readlink(f"/proc/self/fd/{{number}}") for number in range(3)]
+open({str(tmp_path / "held")!r}, "w").write(" ".join(held))
+"""
+
+    subprocess.run(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", sys.executable, "-c", program], check=True)
+
+    assert (tmp_path / "held").read_text() == "/dev/null /dev/null /dev/null"
 
 
 class Closed(io.StringIO):

@@ -46,6 +46,7 @@ _AT_ONCE = _AtOnce()
 
 def main() -> int:
     """Run the command and return its exit status; Ctrl-C outside of its work ends it with one line."""
+    _hold_streams()
     _AT_ONCE.begin()
     from rp_cli.main import main as run
 
@@ -62,6 +63,17 @@ def main() -> int:
         os.write(2, _TOLD)
         return _INTERRUPTED
     return status
+
+
+def _hold_streams() -> None:
+    """Lead standard streams that are closed to nowhere: files would get their numbers, and what is printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The system gives the lowest number that is free: this one.
+            os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
 
 
 def _show_warning(
