@@ -449,6 +449,17 @@ def test_graphs_are_foretold_where_they_are_asked_for_and_fit(memory_gb: int | N
     assert asked.planned.device_bytes < asked.case.machine.card.memory_bytes
 
 
+@pytest.mark.parametrize("launch", ["eager", "graphs"])
+def test_no_graphs_are_foretold_for_devices_that_have_none(launch: str) -> None:
+    how = TrainingSetup(sequence=2048, launch=launch, chooses_launch=launch == "eager")
+    case = Case(replace(_observed_once(), how=how), replace(h200s(2), has_graphs=False), 64, 32)
+
+    found = foretell(case, settles=False)
+
+    assert found.planned is not None
+    assert (found.planned.graph_bytes, found.case.workload.how.launch) == (0, "eager")
+
+
 def test_device_memory_is_foretold_near_the_measured_peaks() -> None:
     whole, capped = (foretold(name).planned for name in ("one GPU", "in 24 GB"))
     assert whole is not None

@@ -215,9 +215,11 @@ def foretell(case: Case, *, settles: bool = True) -> Foretold:
 
     With ``compute="auto"`` the answer's case has what is chosen. So it has with ``launch="auto"``: graphs where
     launching bounds a call, and they make it shorter by the part that the engine asks for. Graphs that do not fit
-    are none, as in the engine. Cases that differ in host memory only often lead to the same search, which is then
-    made once.
+    are none, as in the engine; CPU devices have none. Cases that differ in host memory only often lead to the same
+    search, which is then made once.
     """
+    if not case.machine.has_graphs:
+        return _with_compute(case.launched("eager"), settles=settles)
     if case.workload.how.chooses_launch:
         return _with_launch(case, settles=settles)
     answer = _with_compute(case, settles=settles)

@@ -41,6 +41,7 @@ class Machine:
     """The machine. `is_measured`: its card, links and host memory were measured here.
 
     `ram`: None if it is unknown. `switches`: the groups of cards, by number, that share one link.
+    `has_graphs`: the devices can be told what to compute by graphs.
     """
 
     card: Card
@@ -49,6 +50,7 @@ class Machine:
     ram_gb_s: float
     switches: tuple[Switch, ...] = ()
     is_measured: bool = False
+    has_graphs: bool = True
 
     @property
     def usable_bytes(self) -> int:
@@ -110,7 +112,13 @@ def measured(runtime: Runtime, dtype: torch.dtype = torch.bfloat16) -> Machine:
     memory_gb_s = known.memory_gb_s if known else 0.0
     card = Card(name, min(use.total_bytes for use in uses), min(links), tflops, fp8_tflops, memory_gb_s)
     return Machine(
-        card, len(uses), runtime.host_limit(), rates.memory_gb_s or RAM_GB_S, rates.switches, is_measured=True
+        card,
+        len(uses),
+        runtime.host_limit(),
+        rates.memory_gb_s or RAM_GB_S,
+        rates.switches,
+        is_measured=True,
+        has_graphs=device.type == "cuda",
     )
 
 
