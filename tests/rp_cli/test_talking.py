@@ -392,9 +392,15 @@ def test_the_systems_message_begins_each_conversation(
 def test_commands_that_cannot_be_followed_say_so(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert talk(model, f"/sing\n/save\n/save {tmp_path}\n/image a.png\n", monkeypatch) == 0
+    file = tmp_path / "talk.jsonl"
+    lines = f"/sing\n/save\n/save {file}\none\n/save {tmp_path}\n/image a.png\n"
+
+    assert talk(model, lines, monkeypatch, "--system", "the cat") == 0
 
     out = capsys.readouterr().out
+    # No line that a training would refuse.
+    assert "nothing has been said yet" in out
+    assert not file.exists()
     assert "there is no /sing; /reset begins anew" in out
     assert "/save must be followed by the name of a file" in out
     assert "not saved: " in out
@@ -417,7 +423,10 @@ def test_a_template_without_an_end_is_refused_before_the_model_is_loaded(
 
 
 REFUSALS = [
-    (["nowhere"], "RUN must be a folder or a name on the hub such as Qwen/Qwen3-8B, but is 'nowhere'"),
+    (
+        ["nowhere"],
+        "RUN must be a folder or a name on the hub such as Qwen/Qwen3-8B, but there is no folder 'nowhere'",
+    ),
     (["EMPTY"], "must hold a model (config.json), an adapter (adapter_config.json) or a run of `roundpipe train`"),
     (["OF_A_TRAINER"], "trainer/checkpoint-10 is the last"),
     (["MODEL", "--base", "MODEL"], "--base is the model of an adapter, but"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Mapping
@@ -102,6 +103,22 @@ def test_an_answer_that_says_nothing_is_told_and_nothing_else_is_refused() -> No
     assert list(reader.notes.lines("--data")) == ["--data: the assistant says nothing in 1 message, as is learned"]
 
 
+def test_a_conversation_without_the_assistants_role_is_told_with_the_roles_that_it_has() -> None:
+    talk = samples({"messages": [says("Benutzer", "one"), says("Assistent", "two")]})
+
+    with pytest.raises(Refused, match="no message has the role 'assistant', but 'Benutzer', 'Assistent'"):
+        Reader(finetuning.tokenizer(), sequence=99, completions_only=True).read(talk)
+    reader = Reader(finetuning.tokenizer(), sequence=99, completions_only=False)
+    reader.read(talk)
+    reader.read(samples({"messages": [says("user", "one"), says("assistant", "two")]}))
+
+    (told,) = reader.notes.lines("--data")
+    assert told.startswith("--data: without a message of the assistant's, by their roles: ")
+    assert "'Benutzer' (1 conversation)" in told
+    assert "'Assistent' (1 conversation)" in told
+    assert "user" not in told
+
+
 def test_a_mark_that_cannot_be_followed_is_refused() -> None:
     def read(*talk: Any, only: bool = True, template: str = finetuning.CHATML) -> Documents:
         reader = Reader(finetuning.tokenizer(template), sequence=99, completions_only=only)
@@ -196,6 +213,19 @@ def test_what_is_about_a_data_set_is_not_learned_and_what_is_for_evaluation_told
     (tmp_path / "data" / "contest.jsonl").unlink()
     assert len(list(read_samples("--data", [tmp_path / "data"], notes=(alone := DataNotes())))) == 1
     assert not [*alone.lines("--data")]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.txt", "a.jsonl", "a.json", "a.csv.gz"])
+@pytest.mark.parametrize("order", ["le", "be"])
+def test_a_file_in_utf_16_is_refused_with_what_makes_it_utf_8(name: str, order: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    whole = "\ufeffprompt,completion\none,two\n".encode(f"utf-16-{order}")
+    path.write_bytes(gzip.compress(whole) if name.endswith(".gz") else whole)
+
+    with pytest.raises(
+        Refused, match=rf"{name} is in UTF-16; write it in UTF-8, as `iconv -f UTF-16 -t UTF-8` does"
+    ):
+        list(read_samples("--data", [path]))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ class DataNotes:
     `reasons` are what is wrong with the first bad rows, `first_null` is the place of a key.
     `templates`, `folders`: lines about these.
     `left_out`: how many rows have each field that nothing reads; `left_out_of_chats`: conversations, for names
-    that their template does not read; `files_left_out`: files in folders, by their suffixes.
+    that their template does not read; `roles`: those without a message of the assistant's, by the roles that they
+    have; `files_left_out`: files in folders, by their suffixes.
     """
 
     skips: bool = False
@@ -40,6 +41,7 @@ class DataNotes:
     folders: list[str] = field(default_factory=list[str])
     left_out: dict[str, int] = field(default_factory=dict[str, int])
     left_out_of_chats: dict[str, int] = field(default_factory=dict[str, int])
+    roles: dict[str, int] = field(default_factory=dict[str, int])
     files_left_out: dict[str, int] = field(default_factory=dict[str, int])
 
     def attempt(self, make: Callable[[], _Result]) -> _Result | None:
@@ -71,6 +73,10 @@ class DataNotes:
     def unread(self, names: Iterable[str]) -> None:
         """Note the names of a conversation that its chat template does not read."""
         _count(self.left_out_of_chats, names)
+
+    def unanswered(self, roles: Iterable[str]) -> None:
+        """Note the roles of a conversation in which none is the assistant's."""
+        _count(self.roles, roles)
 
     def controls(self, place: str, word: str) -> None:
         """Note that a conversation says a control token."""
@@ -128,6 +134,9 @@ class DataNotes:
         if self.left_out_of_chats:
             found = _counted(self.left_out_of_chats, "conversations")
             yield f"{option}: the chat template does not read {found}"
+        if self.roles:
+            found = _counted(self.roles, "conversations")
+            yield f"{option}: without a message of the assistant's, by their roles: {found}"
 
 
 def _count(counts: dict[str, int], names: Iterable[str]) -> None:

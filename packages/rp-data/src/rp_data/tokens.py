@@ -290,6 +290,9 @@ def _is_said(message: Mapping[str, Any]) -> bool:
 def _why(sample: Sample, completions_only: bool) -> str:
     if isinstance(sample, Chat):
         unmarked = " that is marked to be learned" if sample.marks else ""
+        roles = dict.fromkeys(message["role"] for message in sample.messages)
+        if ASSISTANT not in roles:
+            unmarked = f"; no message has the role {ASSISTANT!r}, but {', '.join(map(repr, roles)):.80}"
         return f"the assistant says nothing{unmarked}" if completions_only else "its messages are a single token"
     if isinstance(sample, Completion):
         return "its completion is empty"

@@ -160,7 +160,8 @@ def _found(option: str, path: Path) -> Path:
         return fetched(option, name, (*SMALL_FILES, *WEIGHTS))
     if not path.is_dir():
         raise Refused(
-            f"{option} must be a folder or a name on the hub such as Qwen/Qwen3-8B, but is {str(path)!r}"
+            f"{option} must be a folder or a name on the hub such as Qwen/Qwen3-8B, but "
+            + (f"{str(path)!r} is a file" if path.exists() else f"there is no folder {str(path)!r}")
         )
     with refusing(f"{option}: "):
         check_folder(path)

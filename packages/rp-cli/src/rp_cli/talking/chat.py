@@ -111,8 +111,10 @@ class Conversation:
         return TextStreamer(self._speaker.tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     def _save(self, name: str) -> None:
-        if not name:
-            print("/save must be followed by the name of a file", flush=True)
+        if not name or len(self.messages) == len(self._start):
+            print(
+                "nothing has been said yet" if name else "/save must be followed by the name of a file", flush=True
+            )
             return
         try:
             with Path(name).expanduser().open("a", encoding="utf-8") as file:

@@ -111,6 +111,8 @@ class ChatTemplate:
     def _checked(self, text: _Text, whole: str) -> str:
         """Return the whole text of a conversation. Raises `Refused` if the template leaves out a message."""
         is_whole = check_written(text.chat, whole, text.of)
+        roles = {message["role"] for message in text.chat.messages}
+        self._notes.unanswered(() if ASSISTANT in roles else roles)
         names = unread(text.chat, text.template.text)
         self._notes.unread(names if is_whole else [*names, _BESIDE_CALLS])
         return whole

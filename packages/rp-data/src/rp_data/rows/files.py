@@ -32,6 +32,8 @@ _KEPT_APART = re.compile(
     r"(?<![a-z])(test|valid|validation|val|eval|evaluation|dev|heldout)(?![a-z])", re.IGNORECASE
 )
 _GZIP, _ZSTD = ".gz", ".zst"
+# Before a text in UTF-16, as some tables' programs write it.
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # Not .json: many folders have a config.json.
 _IN_FOLDERS = JSON_LINES | TEXTS | {PARQUET, *TABLES}
 
@@ -96,6 +98,10 @@ def opened(option: str, file: Path) -> Generator[BinaryIO]:
     """Open a file, and what is compressed in it. Errors of reading become `Refused`, also in the context."""
     try:
         with _stream(option, file) as stream:
+            if stream.peek(2)[:2] in _UTF_16:
+                raise Refused(
+                    f"{option} {file} is in UTF-16; write it in UTF-8, as `iconv -f UTF-16 -t UTF-8` does"
+                )
             yield stream
     except (EOFError, zlib.error) as error:
         raise Refused(f"{option} {file} is damaged ({error}); fetch it again") from error
@@ -103,23 +109,23 @@ def opened(option: str, file: Path) -> Generator[BinaryIO]:
         raise Refused(f"{option} {file} cannot be read ({error.strerror or error})") from error
 
 
-def _stream(option: str, file: Path) -> BinaryIO:
+def _stream(option: str, file: Path) -> io.BufferedReader:
     suffix = file.suffix.lower()
     if suffix == _GZIP:
-        return cast(BinaryIO, gzip.open(file, "rb"))
+        return cast(io.BufferedReader, gzip.open(file, "rb"))
     if suffix == _ZSTD:
         return _zstd(option, file)
     return file.open("rb")
 
 
-def _zstd(option: str, file: Path) -> BinaryIO:
+def _zstd(option: str, file: Path) -> io.BufferedReader:
     try:
         arrow: Any = importlib.import_module("pyarrow")
     except ImportError:
         raise Refused(
             f"{option} {file} is compressed with zstd, which needs pyarrow: pip install datasets"
         ) from None
-    return cast(BinaryIO, io.BufferedReader(arrow.CompressedInputStream(str(file), "zstd")))
+    return io.BufferedReader(arrow.CompressedInputStream(str(file), "zstd"))
 
 
 def content(option: str, file: Path) -> bytes:
