@@ -37,7 +37,7 @@ def run(folder: Path, output: Path, *options: str) -> list[float]:
     data = finetuning.json_lines(output.parent / "data.jsonl", finetuning.texts())
     arguments = ["--model", str(folder), "--data", str(data), "--output", str(output)]
     assert main(["train", *arguments, *SETTINGS, *options]) == 0
-    return [line["loss"] for line in finetuning.lines(output)]
+    return [line["loss"] for line in finetuning.lines(output) if "loss" in line]
 
 
 def expanded(folder: Path, name: str, target: Path) -> Path:
@@ -58,6 +58,30 @@ def test_training_on_packed_weights_is_training_on_the_expanded_ones(tmp_path: P
     losses = run(folder, tmp_path / "packed", "--pack", "nf4")
     assert losses == run(expanded(folder, "nf4", tmp_path / "expanded"), tmp_path / "plain")
     assert losses != run(folder, tmp_path / "unpacked")
+
+
+@pytest.mark.later
+@pytest.mark.usefixtures("measured_once")
+def test_a_run_is_evaluated_and_speaks_on_its_weights_as_it_had_packed_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = finetuning.make_model(tmp_path / "model", "qwen3-moe")
+    output, merged = tmp_path / "packed", tmp_path / "merged"
+    run(folder, output, "--pack", "nf4", "--held-out", "0.3", "--lr", "1e-2")
+    told = [line["held_out_loss"] for line in finetuning.lines(output) if "held_out_loss" in line]
+    (tmp_path / "prompts.txt").write_text("one two\nthe cat\n")
+    capsys.readouterr()
+
+    assert main(["eval", str(output), "--devices", "cpu:1", "--json"]) == 0
+    loss = json.loads(capsys.readouterr().out)["loss"]
+    assert main(["merge", str(output), "--output", str(merged)]) == 0
+    said = [tmp_path / f"{one.name}.jsonl" for one in (output, merged)]
+    for one, file in zip((output, merged), said, strict=True):
+        asked = ["--prompts", str(tmp_path / "prompts.txt"), "--output", str(file)]
+        assert main(["generate", str(one), *asked, "--max-tokens", "6", "--greedy", "--devices", "cpu:1"]) == 0
+
+    assert loss == pytest.approx(told[-1], rel=1e-6)
+    assert said[0].read_text() == said[1].read_text()
 
 
 @pytest.mark.slow

@@ -195,6 +195,8 @@ def test_an_epoch_has_the_documents_of_a_source_as_often_as_its_weight_says(
     sequences = Sequences(made, size=9, packing=packing, seed=0, weights=weights)
 
     first = 0
+    tokens = sum(len(one.tokens) for row in range(sequences.in_epoch) for one in sequences.at(row))
+    assert sequences.filled == tokens / (9 * sequences.in_epoch) <= 1
     for epoch in range(4):
         end = sequences.in_epochs(epoch + 1)
         counts = Counter(one.tokens[0] - 1 for row in range(first, end) for one in sequences.at(row))

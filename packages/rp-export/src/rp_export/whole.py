@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rp_adapters.vocabulary import grown_for
@@ -17,9 +16,6 @@ from rp_strangers.refusing import refusing
 from rp_export.adapter import Adapter
 from rp_export.weights import NOT_PACKED, BaseWeights, HeldPacking, MergedWeights
 from rp_export.writing import TextEnds, copy_beside, write_ends, write_model
-
-# Of the options of a run: weights that are packed in the files already.
-_STORED = "stored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +75,10 @@ def write_whole(folder: Path, source: Source, *, is_rounded: bool, ends: TextEnd
 
 def _packing(found: Streamed, source: Source) -> HeldPacking:
     """Return how the run of an adapter packed its model."""
-    recipe = source.recipe
-    form: Any = recipe.get("pack")
-    if source.adapter is None or form is None or form == _STORED:
+    if source.packing is None:
         return NOT_PACKED
-    return HeldPacking.of(found.model, str(form), getattr(torch, str(recipe.get("dtype", "bfloat16"))))
+    dtype = getattr(torch, str(source.recipe.get("dtype", "bfloat16")))
+    return HeldPacking.of(found.model, source.packing, dtype)
 
 
 def _adapter(found: Streamed, folder: Path) -> Adapter:

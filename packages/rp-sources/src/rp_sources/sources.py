@@ -19,6 +19,8 @@ from rp_sources.trained_on import noted, refuse_other
 _MODEL, _ADAPTER, _OPTIONS = "config.json", "adapter_config.json", "options.json"
 _WEIGHTS = "adapter_model.safetensors"
 _MOST_BYTES = 2**24
+# Of the options of a run: weights that are packed in the files already.
+_STORED = "stored"
 _STEP = "step-*"
 _OF_TRAINER = "checkpoint-*"
 
@@ -87,6 +89,12 @@ class Source:
     def recipe(self) -> dict[str, Any]:
         """The options of the run; empty if there is none."""
         return {} if self.run is None else _json(self.run / _OPTIONS)
+
+    @property
+    def packing(self) -> str | None:
+        """The format in which the run of an adapter had the model's weights, unless they are stored in it."""
+        form: str | None = None if self.adapter is None else self.recipe.get("pack")
+        return None if form == _STORED else form
 
 
 def source_of(options: Asked) -> Source:

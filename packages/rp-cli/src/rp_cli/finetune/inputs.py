@@ -161,7 +161,7 @@ def described(options: FineTuning, data: Data) -> str:
     documents, counts = data.training, data.training.counts
     rows = data.sequences.in_epoch
     form = "packed into" if options.packing else "in"
-    filled = f", {documents.tokens / (rows * options.sequence):.0%} full" if options.packing else ""
+    filled = f", {data.sequences.filled:.0%} full" if options.packing else ""
     lines = [
         f"data: {counts.samples:,} samples; to train on, {documents.tokens:,} tokens, {documents.labels:,} of "
         f"which are learned, {form} {rows:,} sequences of {options.sequence}{filled}"

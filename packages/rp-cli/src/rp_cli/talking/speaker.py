@@ -153,7 +153,9 @@ def _loaded(source: Source, runtime: Runtime, dtype: torch.dtype, name: str, wit
         warnings.simplefilter("ignore", FutureWarning)
         check_checkpoint(source.model)
         adapt = None if source.adapter is None else partial(_with_adapter, folder=source.adapter)
-        given: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False, "runtime": runtime, "name": name}
+        # As the run had its weights: of these the adapter knows, and in few bits they fit.
+        given: dict[str, Any] = {"dtype": dtype, "pack": source.packing, "trust_remote_code": False}
+        given |= {"runtime": runtime, "name": name}
         maker = model_class(config_of(source.model / "config.json", is_stored=True), with_images=with_images)
         model = from_pretrained(source.model, maker, adapt=adapt, use_sequential_preset=True, **given)
     if with_images and (reason := getattr(model.model, "refuses_images", "")):

@@ -51,6 +51,12 @@ class Sequences:
         self._starts = [0, self.in_epoch]
         self._is_even = all(float(weight).is_integer() for _, weight in self._sources)
 
+    @property
+    def filled(self) -> float:
+        """Which part of the first epoch's rows is documents."""
+        lengths = (self._lengths[at] for row in self._row_cache(0) for at in row)
+        return sum(lengths) / (self.in_epoch * self._size)
+
     def at(self, number: int) -> list[Document]:
         """Return the documents of row `number`, counted through all epochs."""
         while self._starts[-1] <= number:

@@ -106,13 +106,13 @@ class ChatTemplate:
 
     def _whole(self, chat: Chat) -> str:
         text = self._text_of(chat, self._templates.of(chat))
+        roles = {message["role"] for message in chat.messages}
+        self._notes.unanswered(() if ASSISTANT in roles else roles)
         return self._checked(text, text.of(text.chat.messages))
 
     def _checked(self, text: _Text, whole: str) -> str:
         """Return the whole text of a conversation. Raises `Refused` if the template leaves out a message."""
         is_whole = check_written(text.chat, whole, text.of)
-        roles = {message["role"] for message in text.chat.messages}
-        self._notes.unanswered(() if ASSISTANT in roles else roles)
         names = unread(text.chat, text.template.text)
         self._notes.unread(names if is_whole else [*names, _BESIDE_CALLS])
         return whole
