@@ -296,6 +296,57 @@ def test_plain_attributes_changed_between_calls_are_seen(runtime: Runtime) -> No
     assert_near(model(x), layers(x), 1e-5)
 
 
+class Configured(nn.Module):
+    """Computes as a configuration says that layers share."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.linear, self.config = nn.Linear(4, 4), config
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.config.scale + self.config.inner.shifts["all"] + self.config.more[0].shift
+
+
+class Config:
+    """An ordinary class, with one of the standard library's inside."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.inner = types.SimpleNamespace(shifts={"all": 1.0})
+        self.more = [types.SimpleNamespace(shift=0.0)]
+
+
+def set_scale(config: Config) -> None:
+    config.scale = 0.5
+
+
+def set_entry(config: Config) -> None:
+    config.inner.shifts["all"] = 2.0
+
+
+def set_inner(config: Config) -> None:
+    config.more[0].shift = 1.0
+
+
+@pytest.mark.parametrize("change", [set_scale, set_entry, set_inner])
+def test_settings_that_are_changed_in_a_configuration_between_calls_are_seen(
+    runtime: Runtime, change: Callable[[Config], None]
+) -> None:
+    torch.manual_seed(0)
+    config = Config()
+    layers = nn.Sequential(Configured(config), nn.Tanh(), Configured(config))
+    model = RoundPipe(layers, runtime=runtime)
+    x, _ = batch(6)
+    before = layers(x)
+    for _ in range(4):
+        assert_near(model(x), before, 1e-5)
+
+    change(config)
+
+    assert not torch.allclose(layers(x), before)
+    assert_near(model(x), layers(x), 1e-5)
+
+
 def test_submodules_exchanged_between_calls_are_seen(runtime: Runtime) -> None:
     layers = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 3))
     model = RoundPipe(layers, runtime=runtime)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
+from types import FunctionType, ModuleType
 from typing import NamedTuple, cast
 
 import torch
@@ -102,6 +104,7 @@ def attributes(walked: Walk) -> list[object]:
     """List names and values of all modules' plain attributes, as a dropout's ``p`` or a patched ``forward``.
 
     What containers hold comes after them: PEFT writes the adapters that are merged, and their scaling, in place.
+    At the end is what objects hold, such as a configuration that layers share, in which a setting may be changed.
     """
     found: list[object] = []
     for module in (module for modules in walked.modules for module in modules):
@@ -117,7 +120,57 @@ def attributes(walked: Walk) -> list[object]:
                 found.extend(entries.values())
             elif issubclass(type(value), (list, set)):
                 found.extend(cast("Iterable[object]", value))
+    _add_settings(found)
     return found
+
+
+def _add_settings(found: list[object]) -> None:
+    """Add what the objects among some attributes hold, and the objects and containers in these, each once."""
+    seen: set[int] = set()
+    level: list[object] = list(found)
+    for _ in range(_DEPTH):
+        inside: list[object] = []
+        for value in level:
+            settings = settings_of(value)
+            if settings is None or id(settings) in seen or len(settings) > _MOST:
+                continue
+            seen.add(id(settings))
+            inside.append(settings)
+            for name, held_there in settings.items():
+                if issubclass(type(held_there), (dict, list, set)):
+                    inside += (name, *_entries(cast("Collection[object]", held_there)))
+                else:
+                    inside += (name, held_there)
+        found += inside
+        level = inside
+
+
+def _entries(container: Collection[object]) -> Iterator[object]:
+    """Yield a container and what is in it, unless it is large."""
+    if len(container) <= _MOST:
+        yield container
+        yield from container
+        if isinstance(container, dict):
+            yield from cast("dict[object, object]", container).values()
+
+
+def settings_of(value: object) -> dict[str, object] | None:
+    """Return the attributes of an object of a class written in Python, of which each device has a copy; else None.
+
+    >>> from types import SimpleNamespace
+    >>> settings_of(SimpleNamespace(rate=2)), settings_of(torch.nn.Tanh()), settings_of(2)
+    ({'rate': 2}, None, None)
+    """
+    kind = type(value)
+    if not kind.__dictoffset__ or issubclass(kind, _NO_SETTINGS) or hasattr(kind, "__deepcopy__"):
+        return None
+    return object.__getattribute__(value, "__dict__")
+
+
+# What is not copied with a layer, or looked at by itself.
+_NO_SETTINGS = (torch.nn.Module, torch.Tensor, type, *(FunctionType, ModuleType, BaseException, partial))
+# Configurations have some tens of settings, some of which are configurations. Larger objects are none.
+_DEPTH, _MOST = 3, 500
 
 
 def containers(attributes: Iterable[object]) -> list[Iterable[object]]:
