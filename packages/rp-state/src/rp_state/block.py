@@ -263,10 +263,10 @@ class Block:
     def unseen_writes(self) -> set[int]:
         """Return the indices of tensors that code outside has written past their version counters.
 
-        Without a second block, no step may be running.
+        Nothing is noted. Without a second block, no step may be running.
         """
         with _VERSIONS:
-            return self._overtaken | self._unseen()
+            return self._overtaken | self._sampled()
 
     def changed_outside(self, *, samples: bool = False) -> list[int]:
         """Return the indices of the tensors that code outside the engine has written since the last such call.
@@ -298,9 +298,12 @@ class Block:
 
     def _unseen(self) -> set[int]:
         """Return the indices of tensors that were written past their version counters, as a sample shows."""
-        found = {*self._sample.changed(self.host.memories)} - self._now_written()
+        found = self._sampled()
         self.is_written_unseen |= bool(found)
         return found
+
+    def _sampled(self) -> set[int]:
+        return {*self._sample.changed(self.host.memories)} - self._now_written()
 
     def _now_written(self) -> set[int]:
         return self._written | set(self._newly_written())
