@@ -189,3 +189,13 @@ def test_a_model_that_host_memory_is_too_small_for_is_refused_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()[-1:]
     assert line.startswith("roundpipe: ")
     assert "host memory" in line
+
+
+def test_devices_of_the_environment_are_refused_by_the_variables_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROUNDPIPE_DEVICES", "gpu")
+
+    assert main(["train", "--steps", "1"]) == 2
+
+    assert "roundpipe: ROUNDPIPE_DEVICES: devices must read 'cuda'" in capsys.readouterr().err

@@ -138,7 +138,9 @@ def test_without_torchruns_variables_the_error_names_what_is_needed(
         monkeypatch.delenv(name)
     else:
         monkeypatch.setenv(name, value)
-    with pytest.raises(InvalidTransfer, match="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set"):
+    found = "not set" if value is None else repr(value)
+    words = f"RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set.*but {name} is {found}"
+    with pytest.raises(InvalidTransfer, match=words):
         Machines.open(timeout_s=5)
 
 

@@ -214,3 +214,13 @@ def test_a_driver_that_cupy_cannot_use_is_an_error_with_its_cause(two_gpus: pyte
 def test_more_devices_than_can_be_are_refused_before_any_is_made(text: str) -> None:
     with pytest.raises(DeviceStringError, match=r"must .* at most .* devices are "):
         open_backend(text)
+
+
+@pytest.mark.parametrize("named", ["gpu", "cpu:0", "cuda:0,0"])
+def test_devices_of_the_environment_are_refused_by_the_variables_name(
+    named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROUNDPIPE_DEVICES", named)
+
+    with pytest.raises(DeviceStringError, match=f"^ROUNDPIPE_DEVICES: .*{named}"):
+        default_devices()

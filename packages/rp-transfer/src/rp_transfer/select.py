@@ -81,9 +81,14 @@ def default_devices() -> str:
     >>> parse_devices(default_devices()).kind in ("cpu", "cuda")
     True
 
-    Raises `BackendUnavailable` if these processes are more than the CUDA devices.
+    Raises `BackendUnavailable` if these processes are more than the CUDA devices, `DeviceStringError` for what
+    ``ROUNDPIPE_DEVICES`` must not be.
     """
     if named := os.environ.get(VARIABLE):
+        try:
+            parse_devices(named)
+        except DeviceStringError as error:
+            raise DeviceStringError(f"{VARIABLE}: {error}") from None
         return named
     if not torch.cuda.is_available():
         return "cpu"

@@ -63,7 +63,7 @@ def _runtime(devices: str, processes: Processes) -> Runtime:
 
 
 def _default_devices() -> str:
-    with refusing("", (BackendUnavailable,)):
+    with refusing("", (ValueError, BackendUnavailable)):
         devices = default_devices()
     return "cpu:2" if devices == "cpu" and not os.environ.get("ROUNDPIPE_DEVICES") else devices
 
