@@ -58,6 +58,7 @@ def test_the_example_of_reinforcement_has_rising_rewards(monkeypatch: pytest.Mon
     assert sum(rewards[-3:]) / 3 > 2 * sum(rewards[:3]) / 3
 
 
+@pytest.mark.slow
 def test_the_splitter_has_the_loss_of_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     merged, whole = example("splitter_alone", monkeypatch).main(["--tiny"])
     assert merged == pytest.approx(whole)

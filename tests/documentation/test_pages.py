@@ -10,6 +10,7 @@ PAGES = ["start.md", *(f"how-to/{path.name}" for path in sorted((ROOT / "docs/ho
 pytestmark = pytest.mark.filterwarnings("ignore:.*parts were requested")
 
 
+@pytest.mark.few(3)
 @pytest.mark.usefixtures("default")
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_runs(page: str) -> None:

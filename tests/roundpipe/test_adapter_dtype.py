@@ -95,7 +95,7 @@ def narrow(model: nn.Module, runtime: Runtime, **kwargs: Any) -> RoundPipe | Aut
     return wrap(model, runtime=runtime, adapter_dtype=BF16, model_run_config=config, **kwargs).train()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", [None, False], ids=["a row", "taken apart"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_is_that_of_rounded_copies_of_fp32_masters(two: Runtime, kind: str, preset: bool | None) -> None:
@@ -128,7 +128,7 @@ def test_masters_begin_with_the_values_that_peft_made(two: Runtime, master: Any)
     assert any(not torch.equal(held[name].float(), one) for name, one in first.items())
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("master", ["whole", "split"])
 @pytest.mark.parametrize("is_async", [True, False])
 def test_saved_adapters_are_the_masters_and_training_goes_on_from_them(
@@ -158,6 +158,7 @@ def test_saved_adapters_are_the_masters_and_training_goes_on_from_them(
     assert is_async or again == wanted
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("by", ["the wrapped model", "the user's own", "PEFT", "a model around it"])
 def test_a_state_dict_loads_without_rounding_the_masters(two: Runtime, by: str, assign: bool) -> None:
@@ -255,6 +256,7 @@ def test_a_state_dict_of_another_shape_changes_no_master(two: Runtime) -> None:
     assert all(torch.equal(state[name], one) for name, one in before.items())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "how", [{"modules_to_save": ["lm_head"]}, {"bias": "all"}], ids=["whole modules", "biases"]
 )

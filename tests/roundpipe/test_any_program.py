@@ -140,6 +140,7 @@ class Refuses(Disturbed):
         return values
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fault", [WrongGradient, WrongLoss, NotANumber, Raises, Refuses])
 def test_a_fault_is_wrong(monkeypatch: pytest.MonkeyPatch, fault: type[Ours]) -> None:
     assert judge(SMALL).outcome == "equal"
@@ -160,6 +161,7 @@ def test_an_error_in_words_is_a_refusal_where_something_may_be_refused(monkeypat
     assert judge(program).outcome == "wrong"
 
 
+@pytest.mark.slow
 def test_a_wrong_program_shrinks_to_what_is_needed_to_go_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     large = replace(SMALL, segments=("mlp", "linear", "attention"), devices="cpu:2", microbatches=3, plan="layers")
 

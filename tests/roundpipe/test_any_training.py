@@ -284,6 +284,7 @@ def _is_norm(layer: nn.Module) -> bool:
     return isinstance(layer, nn.LayerNorm)
 
 
+@pytest.mark.later
 @pytest.mark.filterwarnings("ignore::roundpipe.TrainingWarning")
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(

@@ -84,6 +84,7 @@ def trained(told: Told | None, change: Callable[[nn.Sequential], object] | None 
         return Job(runtime, told, change, **how).train()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("told", "compute"), [(BF16, "bf16"), (FULL, "fp8"), (PART, MIXED)], ids=["bf16", "fp8", "mixed"]
 )
@@ -113,6 +114,7 @@ def test_numbers_are_those_of_what_was_decided(
     assert "for 9 linear layers, 6 rows" in str(decision)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("change", "launch"), [(adapt, None), (pack_rows, "graphs")], ids=["bf16", "fp8-rows"])
 def test_adapters_are_measured_without_gradients_of_weights(change: Any, launch: Any) -> None:
     told = Told(8.0, 6.0)
@@ -124,6 +126,7 @@ def test_adapters_are_measured_without_gradients_of_weights(change: Any, launch:
     assert not any(one.is_trained for one in shapes)
 
 
+@pytest.mark.later
 def test_cpu_devices_and_models_that_cannot_compute_in_bf16_and_say_why() -> None:
     def reason(job: Job) -> str:
         job.train(0, 1)
@@ -172,6 +175,7 @@ def test_fewer_rows_are_measured_where_memory_ends() -> None:
     assert too_little.reason == "bf16, since cpu:0 has too little memory left to measure products in FP8"
 
 
+@pytest.mark.later
 def test_weights_travel_in_bf16_where_the_host_has_no_room_for_codes() -> None:
     with Runtime("cpu:2") as runtime:
         job = Job(runtime, FULL(), compute="auto")
@@ -191,6 +195,7 @@ def test_weights_travel_in_bf16_where_the_host_has_no_room_for_codes() -> None:
     assert losses == trained(None, compute="fp8")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("told", [BF16, PART])
 def test_a_resumed_training_goes_on_with_the_same_numbers(tmp_path: Path, told: Callable[[], Told]) -> None:
     with Runtime("cpu:2") as runtime:

@@ -375,6 +375,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "launch_times", lambda *given: LaunchTimes(9.0, 10.0, 0.8 if given[2] else 0.0))
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("bound")
 @pytest.mark.parametrize("is_faster", [True, False])
 def test_calls_have_the_bits_of_eager_ones_whatever_is_chosen(
@@ -401,6 +402,7 @@ def test_calls_have_the_bits_of_eager_ones_whatever_is_chosen(
     assert all(bool(store.slots) is is_faster for store in stores)
 
 
+@pytest.mark.later
 @pytest.mark.usefixtures("bound")
 def test_graphs_of_an_earlier_process_launch_as_soon_as_they_are_captured(
     monkeypatch: pytest.MonkeyPatch, replays: list[range]
@@ -433,6 +435,7 @@ def test_a_gpu_chooses_and_has_the_bits_of_eager_calls(plan: str) -> None:
         assert models[0].launch_decision is not None
 
 
+@pytest.mark.later
 def test_cpu_devices_are_launched_by_python_unless_told_otherwise(
     runtime: Runtime, replays: list[range], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -536,6 +539,7 @@ class Simulated:
                 }
 
 
+@pytest.mark.later
 def test_a_plan_promises_what_calls_take_when_graphs_launch_them(caplog: pytest.LogCaptureFixture) -> None:
     with Runtime("cpu:1") as runtime, caplog.at_level(logging.INFO, "rp_sched"):
         model = Simulated(runtime)

@@ -396,6 +396,7 @@ LAYOUTS: dict[str, Function] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.pairwise
 @every_grain
 @every_cut

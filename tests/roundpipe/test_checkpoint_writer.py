@@ -173,6 +173,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.later
 @settings(max_examples=examples(100), deadline=None)
 @given(value=VALUES)
 def test_plain_values_come_back_as_they_were(value: Any) -> None:

@@ -48,7 +48,7 @@ def loaded(own: Job, path: Path, **kwargs: Any) -> Any:
 # Going on as if nothing had been
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("second", [True, False], ids=["second block", "one block"])
@@ -128,6 +128,7 @@ def test_what_is_saved_while_training_goes_on_is_the_model_after_its_step(
         assert equal(found, {name: after[step][name] for name in found}), step
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("devices", "other"), [("cpu:1", "cpu:4"), ("cpu:4", "cpu:1")], ids=["one to four", "four to one"]
 )
@@ -452,6 +453,7 @@ def test_the_buffer_takes_half_of_what_is_free_at_most(
     assert taken == [wanted]
 
 
+@pytest.mark.later
 def test_a_thread_that_saves_is_never_in_the_way_of_training(tmp_path: Path, two: Runtime) -> None:
     truth = job(two, **HALF)
     wanted = truth.train(0, 12)

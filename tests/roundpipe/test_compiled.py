@@ -289,6 +289,7 @@ def test_no_layer_is_called_while_fx_takes_modules_for_parts_of_what_it_traces(
     assert threads == [threading.current_thread().name]
 
 
+@pytest.mark.later
 def test_gradients_are_summed_in_fp32_beside_compiled_layers(two: Runtime) -> None:
     found = []
     for options in (False, {"backend": "aot_eager"}):
@@ -354,6 +355,7 @@ def test_as_many_variants_may_be_kept_as_devices_need_whichever_thread_calls(
     assert min(Looking.seen) >= 8 * len(runtime.lanes)
 
 
+@pytest.mark.later
 def test_a_variant_too_many_is_the_error_that_the_caller_asked_for() -> None:
     x = torch.ones(4, 6)
     with Runtime("cpu:1") as runtime, torch._dynamo.config.patch(recompile_limit=8):

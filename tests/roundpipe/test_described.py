@@ -140,6 +140,7 @@ def seen(error: BaseException, wanted: BaseException) -> bool:
     return True
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layers_error_without_words_arrives_and_the_model_goes_on(
@@ -175,6 +176,7 @@ def test_an_error_keeps_the_one_that_it_was_raised_after(two: Runtime) -> None:
     assert caught.value.__context__ is before
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_steps_error_without_words_arrives_and_leaves_no_master_linked(
@@ -204,6 +206,7 @@ def test_a_steps_error_without_words_arrives_and_leaves_no_master_linked(
     assert_trains(model)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_late_errors_without_words_are_told_together(two: Runtime, kind: type[Exception]) -> None:
     models = [RoundPipe(mlp(), runtime=two) for _ in range(2)]

@@ -260,6 +260,7 @@ def fused_layers(model: RoundPipe) -> int:
     return len(time.plan.fused)
 
 
+@pytest.mark.later
 def test_the_first_call_takes_little_and_later_ones_what_was_measured() -> None:
     with Runtime("cpu:1", device_memory_bytes=1_500_000) as runtime, warnings.catch_warnings():
         warnings.simplefilter("error")

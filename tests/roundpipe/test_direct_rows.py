@@ -122,6 +122,7 @@ def test_a_row_that_mixes_its_first_dimension_trains_on_the_numbers_of_plain_pyt
     assert "override_config" not in whole[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rows", [8, 7, 4, 3, 2])
 def test_a_row_that_takes_samples_first_is_split(two, rows):
     torch.manual_seed(0)

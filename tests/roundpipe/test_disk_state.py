@@ -34,7 +34,7 @@ def _made(optimizer: str, parameters: Any, **how: Any) -> torch.optim.Optimizer:
     return optim.Muon([{"params": matrices}, others], lr=0.01, ns_dtype=torch.float32, **how)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("with_", ["nothing", "clipping", "scaler"])
 @pytest.mark.parametrize("when", ["synchronous", "asynchronous", "in backward"])

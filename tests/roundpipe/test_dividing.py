@@ -152,6 +152,7 @@ class BatchStatistics(nn.Module):
         return y - y.mean(0, keepdim=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("rows", "steps"), [(7, 5), (5, 7), (6, 3), (6, 6)])
 def test_a_part_that_gets_time_first_is_split_by_samples(two, rows, steps):
     torch.manual_seed(0)
@@ -170,7 +171,7 @@ def test_a_model_that_gets_time_first_is_split_by_samples(two, rows, steps):
     assert whole == []
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("rows", "steps"), [(7, 5), (4, 7), (6, 6), (4, 4)])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_states_of_a_bidirectional_lstm_are_split_and_merged_along_their_own_dimension(
@@ -705,6 +706,7 @@ class Large(nn.Module):
         return y - y.mean(0) if self.mixes else y
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("most", [2, 3, 4, 5])
 def test_a_batch_that_does_not_fit_in_one_piece_is_tried_with_fewer_rows(two, most):
     x = torch.randn(6, WIDTH)
@@ -941,6 +943,7 @@ HIDDEN: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Ten
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mixes", [False, True])
 @pytest.mark.parametrize("how", HIDDEN)
 def test_what_only_the_loss_function_reads_is_tried_wherever_it_is(two, how, mixes):

@@ -42,6 +42,7 @@ def losses_of(model: RoundPipe, make: Optimizer, turns: int = 6) -> list[float]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)

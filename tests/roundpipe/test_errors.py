@@ -654,6 +654,7 @@ def test_a_model_that_cannot_be_wrapped_is_refused(
         RoundPipe(**{"model": nn.Linear(2, 2), "runtime": two, **arguments})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "plan",
     [

@@ -90,6 +90,7 @@ def test_a_reference_pass_without_adapters_leaves_the_policys_backward_as_it_is(
     assert_near(results[0], results[1], 1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("as_row", [True, False])
 def test_gradients_beside_a_reference_pass_are_those_of_plain_peft(runtime: Runtime, as_row: bool) -> None:
     plain = adapted()
@@ -143,6 +144,7 @@ def test_two_adapters_train_in_one_step_whichever_is_active_at_the_backward(
     assert_near(adapters(peft), adapters(plain), 1e-4)
 
 
+@pytest.mark.later
 def test_gradients_stay_when_another_adapter_is_trained_before_the_step(runtime: Runtime) -> None:
     plain = adapted("other")
     peft = copy.deepcopy(plain)
@@ -275,6 +277,7 @@ def test_a_backward_goes_by_the_attributes_of_its_forward(runtime: Runtime, plan
     assert_near(gradients(layers), gradients(truth), 1e-5)
 
 
+@pytest.mark.later
 def test_adapters_that_are_merged_between_calls_act_once(two: Runtime) -> None:
     peft = adapted()
     plain = copy.deepcopy(peft)

@@ -130,7 +130,7 @@ def test_numbers_do_not_depend_on_devices_plans_or_graphs(
     assert 0 < apart(masters, weights) < 0.01
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [pack_rows, pytest.param(adapt, id="bf16")])
 def test_frozen_weights_in_fp8_by_rows_are_multiplied_as_they_are(
     change: Callable[[nn.Sequential], object], monkeypatch: pytest.MonkeyPatch
@@ -170,6 +170,7 @@ class Reading(nn.Module):
         return torch.cat([empty, self.read(x) + nn.functional.linear(x, self.read.weight)])
 
 
+@pytest.mark.later
 def test_codes_are_weights_for_whoever_reads_them() -> None:
     def reading(model: nn.Sequential) -> None:
         model[2] = Reading()

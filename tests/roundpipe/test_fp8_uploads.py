@@ -177,13 +177,14 @@ def test_training_is_the_same_to_the_bit(devices: str, options: dict[str, Any]) 
     assert_same(lambda training: training.train(steps), lambda uploads: Training(devices, uploads, **options))
 
 
+@pytest.mark.later
 def test_remainders_on_disk(tmp_path: Path) -> None:
     assert_same(
         lambda training: training.train(3), lambda uploads: Training("cpu:2", uploads, master=f"disk:{tmp_path}")
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.later
 @pytest.mark.parametrize("options", WAYS)
 def test_machines_make_codes_of_what_others_have_stepped(options: dict[str, Any]) -> None:
     def trained(runtime: Runtime, uploads: str) -> tuple[Losses, list[torch.Tensor]]:
@@ -205,7 +206,7 @@ def test_machines_make_codes_of_what_others_have_stepped(options: dict[str, Any]
         assert all(torch.equal(one, other) for one, other in zip(weights, others, strict=True))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", WAYS)
 def test_weights_that_code_outside_has_written_have_codes_of_their_own(
     options: dict[str, Any], tmp_path: Path
@@ -302,6 +303,7 @@ def reading(kind: type[nn.Module]) -> nn.Sequential:
     return made
 
 
+@pytest.mark.later
 def test_weights_that_something_else_reads_travel_as_they_are_or_are_refused() -> None:
     def train_and_evaluate(training: Training) -> None:
         training.train(2)
@@ -336,6 +338,7 @@ class Nested(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_parts_of_a_model_that_is_taken_apart_have_codes_too() -> None:
     found = []
     for uploads in ("fp8", "bf16"):

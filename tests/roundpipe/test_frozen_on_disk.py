@@ -133,7 +133,7 @@ def in_memory(name: str, pack: str | None) -> dict[str, torch.Tensor]:
         return found.train(0, 3) | found.read()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("double_buffer", [True, False])
 @pytest.mark.parametrize("launch", ["eager", "graphs"])
@@ -169,7 +169,7 @@ def test_a_training_is_that_in_memory_to_the_last_bit(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.few(1)
+@pytest.mark.later
 @pytest.mark.parametrize("pack", [None, "nf4"])
 def test_a_checkpoint_s_files_are_read_where_they_are_and_what_is_packed_goes_to_disk_once(
     pack: str | None, tmp_path: Path
@@ -217,6 +217,7 @@ def test_a_checkpoint_s_files_are_read_where_they_are_and_what_is_packed_goes_to
 # What reads and writes frozen weights on the host
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_written_thawed_and_replaced_as_in_memory(tmp_path: Path) -> None:
     def train(**how: Any) -> list[dict[str, torch.Tensor]]:
         with Runtime("cpu:2") as runtime:
@@ -271,6 +272,7 @@ def test_what_steps_aside_on_a_full_device_is_read_again(tmp_path: Path, monkeyp
 # Faults
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("fails", [False, True])
 def test_plans_of_accelerators_know_how_fast_the_disk_is_read(
     fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -307,6 +309,7 @@ def plain_in_memory() -> dict[str, torch.Tensor]:
         return Plain(runtime).train(0, 3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("nth", [0, 5, 29])
 @pytest.mark.parametrize(("how", "error"), [("EIO", DiskError), ("none", DiskError), ("stall", DiskStalled)])
 def test_a_failed_read_is_named_and_ends_the_call(

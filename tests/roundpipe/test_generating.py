@@ -129,6 +129,7 @@ def test_text_ends_at_strings_that_the_tokenizer_knows(llama: LlamaForCausalLM, 
     assert torch.equal(wrapped.generate(prompt, **asked), expected)
 
 
+@pytest.mark.slow
 def test_what_steps_have_learned_is_there(llama: LlamaForCausalLM, wrapped: RoundPipe) -> None:
     plain = copy.deepcopy(llama)
     optimizer, of_plain = AdamW(wrapped.optim_parameters(), lr=0.1), torch.optim.AdamW(plain.parameters(), lr=0.1)
@@ -373,6 +374,7 @@ def test_adapters_of_a_call_are_refused_before_it_begins(
         generated(wrapped, adapter_names=["default"] * len(PROMPTS))
 
 
+@pytest.mark.later
 def test_an_encoder_with_a_decoder_is_refused_with_what_to_do(runtime: Runtime) -> None:
     sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
     config = T5Config(vocab_size=40, **sizes, decoder_start_token_id=0)

@@ -123,6 +123,7 @@ def test_tokens_are_those_of_the_model_itself(
     assert len(set(graphs)) == microbatches
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_given", [False, True])
 def test_tokens_are_the_same_in_inference_mode(
     is_given: bool, llama: LlamaForCausalLM, runtime: Runtime, graphs: list[LayerGraphs]
@@ -148,6 +149,7 @@ def weights_of(model: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
+@pytest.mark.later
 def test_devices_that_share_the_layers_replay_each_its_own(graphs: list[LayerGraphs]) -> None:
     large = large_llama()
     with Runtime("cpu:2", device_memory_bytes=int(0.9 * weights_of(large))) as runtime:
@@ -174,6 +176,7 @@ def test_scores_are_those_of_runs_by_python(
         torch.testing.assert_close(one, other, rtol=0, atol=0 if one.device.type == "cpu" else 1e-5)
 
 
+@pytest.mark.later
 def test_the_next_text_is_that_of_the_weights_after_a_step(
     llama: LlamaForCausalLM, runtime: Runtime, graphs: list[LayerGraphs]
 ) -> None:
@@ -193,6 +196,7 @@ def test_the_next_text_is_that_of_the_weights_after_a_step(
     assert not torch.equal(found, before)
 
 
+@pytest.mark.later
 def test_nothing_is_left_of_graphs_when_generate_has_returned(
     llama: LlamaForCausalLM, runtime: Runtime, graphs: list[LayerGraphs]
 ) -> None:
@@ -282,6 +286,7 @@ def static_cache(model: LlamaForCausalLM) -> Any:
     return StaticCache(config=model.config, max_cache_len=32)
 
 
+@pytest.mark.later
 def test_layers_whose_weights_come_anew_each_token_have_none(graphs: list[LayerGraphs]) -> None:
     large = large_llama()
     with Runtime("cpu:1", device_memory_bytes=int(0.7 * weights_of(large))) as runtime:
@@ -358,6 +363,7 @@ def test_a_number_that_changes_unseen_is_told(
         generated(wrapped(with_counted(llama, counts=False), runtime), stopping_criteria=each_token(change))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["values", "cumulative_length"])
 def test_what_replays_leave_in_the_cache_is_compared_too(
     name: str,

@@ -76,6 +76,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_samples_that_have_ended_leave(way: str, microbatches: int, llama: LlamaForCausalLM, wrapped: Any) -> None:
@@ -99,6 +100,7 @@ def test_each_text_is_computed_to_its_end_and_no_further(llama: LlamaForCausalLM
     assert rows == [int((lengths > step).sum()) for step in range(new.shape[1])]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize(
     "options",

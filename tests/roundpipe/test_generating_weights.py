@@ -69,6 +69,7 @@ def uploaded(model: Any, path: Path, **options: Any) -> tuple[torch.Tensor, int]
     return tokens, sum(span.nbytes for span in spans)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("memory_bytes", [None, PLENTY])
 def test_weights_that_fit_are_uploaded_once(
     llama: LlamaForCausalLM, tmp_path: Path, memory_bytes: int | None
@@ -81,6 +82,7 @@ def test_weights_that_fit_are_uploaded_once(
     assert weights_of(llama) <= nbytes <= 1.001 * weights_of(llama)
 
 
+@pytest.mark.slow
 def test_weights_fit_that_take_most_of_the_memory(llama: LlamaForCausalLM, tmp_path: Path) -> None:
     with Runtime("cpu:1", device_memory_bytes=int(1.2 * weights_of(llama))) as runtime:
         tokens, nbytes = uploaded(wrapped(llama, runtime), tmp_path)
@@ -89,7 +91,7 @@ def test_weights_fit_that_take_most_of_the_memory(llama: LlamaForCausalLM, tmp_p
     assert nbytes <= 1.001 * weights_of(llama)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
 def test_of_weights_that_do_not_fit_only_the_rest_is_uploaded_for_each_token(
     llama: LlamaForCausalLM, tmp_path: Path, share: float
@@ -108,7 +110,7 @@ def test_of_weights_that_do_not_fit_only_the_rest_is_uploaded_for_each_token(
     assert rest < weights or share == 0.5
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options", [{}, {"do_sample": True}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str
 )
@@ -127,6 +129,7 @@ def test_weights_that_fit_on_several_devices_together_are_uploaded_once(
     assert nbytes <= 1.001 * weights_of(llama)
 
 
+@pytest.mark.slow
 def test_several_devices_bring_what_does_not_fit_on_them_together(llama: LlamaForCausalLM, tmp_path: Path) -> None:
     with Runtime("cpu:2", device_memory_bytes=int(0.45 * weights_of(llama))) as runtime:
         tokens, nbytes = uploaded(wrapped(llama, runtime), tmp_path)
@@ -161,6 +164,7 @@ def test_devices_that_bring_weights_work_at_the_same_time(llama: LlamaForCausalL
     assert of_two.makespan_ms < 0.6 * of_one.makespan_ms
 
 
+@pytest.mark.later
 def test_keys_and_values_that_grow_take_the_memory_of_weights(llama: LlamaForCausalLM, tmp_path: Path) -> None:
     # Keys and values of 32 sequences become as large as a quarter of the weights.
     with Runtime("cpu:1", device_memory_bytes=int(1.25 * weights_of(llama))) as runtime:
@@ -176,6 +180,7 @@ def used(runtime: Runtime) -> int:
     return runtime.memory()[0].used_bytes
 
 
+@pytest.mark.slow
 def test_memory_is_free_afterwards(llama: LlamaForCausalLM) -> None:
     with Runtime("cpu:1", device_memory_bytes=PLENTY) as runtime:
         model = wrapped(llama, runtime)
@@ -198,7 +203,7 @@ class Stops(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-@pytest.mark.few(1)
+@pytest.mark.later
 @pytest.mark.parametrize("error", [KeyError("mine"), KeyboardInterrupt()])
 def test_memory_is_free_after_an_error(llama: LlamaForCausalLM, error: BaseException) -> None:
     with Runtime("cpu:1", device_memory_bytes=PLENTY) as runtime:
@@ -282,6 +287,7 @@ def test_weights_that_are_loaded_while_text_is_generated_are_read(llama: LlamaFo
     assert not torch.equal(found, generated(llama))
 
 
+@pytest.mark.slow
 def test_packed_weights_and_adapters_stay_too(llama: LlamaForCausalLM, tmp_path: Path) -> None:
     peft: Any = pytest.importorskip("peft")
     torch.manual_seed(1)
@@ -300,6 +306,7 @@ def test_packed_weights_and_adapters_stay_too(llama: LlamaForCausalLM, tmp_path:
     assert nbytes < 0.4 * weights_of(llama)
 
 
+@pytest.mark.later
 def test_what_helps_is_told_where_memory_is_too_small_for_keys_and_values(llama: LlamaForCausalLM) -> None:
     with Runtime("cpu:1", device_memory_bytes=int(0.25 * weights_of(llama))) as runtime:
         model = wrapped(llama, runtime)

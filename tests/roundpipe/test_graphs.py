@@ -239,7 +239,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backpropagation, "_DEPARTURE_BYTES", 0)
 
 
-@pytest.mark.few(1)
+@pytest.mark.later
 @on_few_devices
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("microbatches", [1, MICROBATCHES])
@@ -255,6 +255,7 @@ def test_weights_arrive_and_gradients_leave_between_graphs(
     assert len(replays) > 3
 
 
+@pytest.mark.later
 @pytest.mark.usefixtures("replays")
 def test_python_runs_no_layer_once_graphs_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     small_pieces(monkeypatch)
@@ -289,7 +290,7 @@ def test_layers_that_share_weights_lie_in_one_segment() -> None:
     assert divided(range(1, 5), blocks.__getitem__, 1 << 30) == [range(1, 5)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @on_few_devices
 @pytest.mark.parametrize("plan", PLANS)
 def test_evaluations_between_steps_have_graphs_of_their_own(graphs_runtime: Runtime, plan: str) -> None:
@@ -304,7 +305,7 @@ def test_evaluations_between_steps_have_graphs_of_their_own(graphs_runtime: Runt
     assert_same(run("graphs"), run("eager"))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @on_few_devices
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_passes_a_layer_by_is_passed_on(runtime: Runtime, plan: str, replays: list[range]) -> None:
@@ -327,6 +328,7 @@ def test_several_shapes_have_graphs_each(runtime: Runtime, replays: list[range])
     assert replays
 
 
+@pytest.mark.later
 def test_layers_that_cannot_be_captured_run_as_they_are(
     runtime: Runtime, replays: list[range], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -342,6 +344,7 @@ def test_layers_that_cannot_be_captured_run_as_they_are(
     assert "reads values of the device on the host" in told[0]
 
 
+@pytest.mark.later
 @on_few_devices
 def test_inputs_that_share_memory_and_cached_tensors_are_no_trouble(
     runtime: Runtime, replays: list[range]
@@ -352,6 +355,7 @@ def test_inputs_that_share_memory_and_cached_tensors_are_no_trouble(
     assert {layer for span in replays for layer in span} >= {0, 3, 4}
 
 
+@pytest.mark.slow
 def test_what_python_decides_anew_is_found_before_a_graph_is_used(runtime: Runtime, replays: list[range]) -> None:
     layers, plan = row(*(Scaled() for _ in range(LAYERS - 1))), PLANS["all fused"]
 
@@ -366,6 +370,7 @@ def test_what_python_decides_anew_is_found_before_a_graph_is_used(runtime: Runti
     assert len(of_training) <= len(set(of_training)) * len(runtime.memory())
 
 
+@pytest.mark.later
 def test_what_python_decides_anew_later_is_told(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scaled, "scales", [1.0])
 
@@ -378,6 +383,7 @@ def test_what_python_decides_anew_later_is_told(runtime: Runtime, monkeypatch: p
         trained(runtime, layers, "graphs", PLANS["all fused"], before=change, steps=60)
 
 
+@pytest.mark.slow
 def test_graphs_that_are_not_used_for_a_while_are_freed(
     monkeypatch: pytest.MonkeyPatch, replays: list[range]
 ) -> None:
@@ -402,6 +408,7 @@ def test_graphs_that_are_not_used_for_a_while_are_freed(
     assert len(replays) > 20
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("plan", "layers"), [("all fused", 5), ("two stages", 3), ("a layer a stage", 1)])
 def test_weights_of_all_stages_lie_in_the_slots_of_the_largest(
     plan: str, layers: int, replays: list[range]
@@ -421,6 +428,7 @@ def test_weights_of_all_stages_lie_in_the_slots_of_the_largest(
     assert found[-1] == layers * 2 * weights
 
 
+@pytest.mark.later
 def test_graphs_at_other_places_of_other_plans_share_no_pool(replays: list[range]) -> None:
     """What is captured as a task's first graphs is not replayed as its second ones under another plan."""
     # The second ones have slots of their own, which are the same under both.
@@ -445,6 +453,7 @@ def test_graphs_at_other_places_of_other_plans_share_no_pool(replays: list[range
     assert {range(2), range(3, 5)} <= set(replays)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["all fused", "two stages"])
 def test_sums_of_a_weight_that_python_met_before_lie_where_graphs_add_to_them(
     plan: str, replays: list[range]
@@ -462,6 +471,7 @@ def test_sums_of_a_weight_that_python_met_before_lie_where_graphs_add_to_them(
     assert range(3, 4) in in_training
 
 
+@pytest.mark.later
 @pytest.mark.usefixtures("replays")
 def test_what_no_graph_reads_any_more_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_store, "_UNUSED", 4)
@@ -487,6 +497,7 @@ def test_what_no_graph_reads_any_more_is_given_back(monkeypatch: pytest.MonkeyPa
     assert found[-1] == (0, 0)
 
 
+@pytest.mark.slow
 def test_graphs_keep_nothing_of_the_call_that_captured_them(runtime: Runtime, replays: list[range]) -> None:
     config = RoundPipeRunConfig(num_microbatch=MICROBATCHES, launch="graphs", execute_plan=PLANS["all fused"])
     model = RoundPipe(row(), runtime=runtime, model_run_config=config)
@@ -501,13 +512,14 @@ def test_graphs_keep_nothing_of_the_call_that_captured_them(runtime: Runtime, re
     assert not [batch for batch in kept if batch() is not None]
 
 
+@pytest.mark.slow
 def test_layers_that_draw_on_the_host_run_as_they_are(runtime: Runtime) -> None:
     layers, plan = row(*(Residual(dropout=0.3) for _ in range(LAYERS - 1))), PLANS["two stages"]
     expected = trained(runtime, layers, "eager", plan)
     assert_same(trained(runtime, layers, "graphs", plan), expected)
 
 
-@pytest.mark.few(1)
+@pytest.mark.later
 @pytest.mark.parametrize("plan", PLANS)
 def test_graphs_leave_draws_of_layers_beside_them_as_they_are(
     graphs_runtime: Runtime, plan: str, replays: list[range]
@@ -531,6 +543,7 @@ def test_layers_draw_on_a_gpu_as_they_do_by_python(plan: str, is_compiled: bool,
     assert {layer for span in replays for layer in span} >= set(range(LAYERS - 1))
 
 
+@pytest.mark.later
 def test_memory_that_runs_out_in_a_trial_ends_graphs_alone(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -545,6 +558,7 @@ def test_memory_that_runs_out_in_a_trial_ends_graphs_alone(
     assert "run without graphs from now on: device memory ran out" in caplog.text
 
 
+@pytest.mark.later
 def test_graphs_leave_the_memory_that_runs_by_python_take(
     runtime: Runtime, replays: list[range], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -557,6 +571,7 @@ def test_graphs_leave_the_memory_that_runs_by_python_take(
     assert "of device memory are not free" in caplog.text
 
 
+@pytest.mark.later
 def test_graphs_that_were_compared_stay_while_memory_is_short(
     runtime: Runtime, replays: list[range], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -242,6 +242,7 @@ def test_models_that_share_devices_have_graphs_of_their_own(runtime: Runtime, re
     assert len(replays) > 20
 
 
+@pytest.mark.slow
 def test_a_model_that_only_evaluates_has_graphs(runtime: Runtime, replays: list[range]) -> None:
     def run(launch: str) -> list[torch.Tensor]:
         plan = Plan(forward=[range(LAYERS)])
@@ -254,6 +255,7 @@ def test_a_model_that_only_evaluates_has_graphs(runtime: Runtime, replays: list[
     assert replays
 
 
+@pytest.mark.slow
 def test_an_error_of_a_layer_under_graphs_comes_as_it_is(runtime: Runtime) -> None:
     class Failing(Residual):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

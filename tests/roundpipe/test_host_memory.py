@@ -362,6 +362,7 @@ def test_weights_in_files_are_not_in_memory_yet(one: Runtime, machine: Machine, 
     wrapped(one, model, optim_dtype=None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("dtype", "share"), [(None, 1.0), ("bfloat16", 0.5), (torch.bfloat16, 0.5)])
 def test_a_checkpoint_that_does_not_fit_is_told_before_it_is_loaded(
     one: Runtime, machine: Machine, tmp_path: Path, dtype: Any, share: float

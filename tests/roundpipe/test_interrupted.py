@@ -127,6 +127,7 @@ def test_ctrl_c_reaches_the_user_at_once_though_a_layer_goes_on(two: Runtime) ->
     goes_on(model, 4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("nth", [1, 2, 4])
 @pytest.mark.parametrize("what", ["a call", "a step", "a synchronous step", "synchronize"])
 def test_an_interrupt_while_turns_are_taken_gives_up_those_taken(

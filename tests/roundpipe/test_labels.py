@@ -53,6 +53,7 @@ def model_of(layers: nn.Module, runtime: Runtime, count: int) -> RoundPipe:
     return RoundPipe(layers, runtime=runtime, model_run_config=RoundPipeRunConfig(num_microbatch=count))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [1, 2, 6])
 @pytest.mark.parametrize("kind", LABELS)
 def test_a_label_of_any_kind_is_split_like_the_input(two: Runtime, kind: str, count: int) -> None:
@@ -72,6 +73,7 @@ def test_a_label_of_any_kind_is_split_like_the_input(two: Runtime, kind: str, co
     assert_near(gradients(layers), gradients(truth))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", LABELS)
 def test_an_input_of_any_kind_is_split(two: Runtime, kind: str) -> None:
     class Open(nn.Module):

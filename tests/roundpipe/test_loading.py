@@ -140,6 +140,7 @@ def test_a_model_class_and_its_options(two: Runtime, tmp_path: Path) -> None:
     assert from_pretrained(tmp_path, name="mine", runtime=two).name == "mine"
 
 
+@pytest.mark.later
 def test_adapters_are_added_before_wrapping(two: Runtime, tmp_path: Path) -> None:
     folder = saved(tmp_path)
 
@@ -193,6 +194,7 @@ def test_missing_and_unexpected_keys_are_reported_as_by_transformers(
     assert torch.equal(model.state_dict()["model.norm.weight"], torch.ones(16))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("how", "error"),
     [

@@ -178,6 +178,7 @@ def test_the_models_own_loss_is_that_of_labels_in_its_arguments(runtime: Runtime
     assert_same(found[1].logits, wanted[1].logits)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_own", [True, False], ids=["own loss", "causal_lm_loss"])
 def test_a_hugging_face_model_has_the_loss_of_its_training_calls(two: Runtime, is_own: bool) -> None:
     torch.manual_seed(0)

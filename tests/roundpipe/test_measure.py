@@ -93,6 +93,7 @@ class Work(nn.Module):
         return y
 
 
+@pytest.mark.slow
 def test_a_layer_that_works_much_more_is_seen_to_take_longer(two: Runtime) -> None:
     layers = nn.Sequential(*[Work() for _ in range(4)])
     layers[2].times = 1000

@@ -71,6 +71,7 @@ def load(parameters: Any, values: list[torch.Tensor]) -> None:
             one.copy_(value)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
 def test_a_resumed_training_is_the_same_to_the_last_bit(tmp_path: Path, state: str) -> None:
     with Runtime("cpu:2") as runtime:
@@ -98,6 +99,7 @@ class Experts(torch.nn.Module):
         return torch.einsum("eoi,bi->bo", self.up, x).tanh()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("state", "bytes_each"), [("fp32", 4), ("bf16", 2), ("8bit", 1.0625)])
 def test_experts_are_trained_and_counted(state: Any, bytes_each: float) -> None:
     row = torch.nn.Sequential(torch.nn.Embedding(8, 8), Experts(), torch.nn.Linear(16, 8, bias=False))

@@ -63,6 +63,7 @@ def names(found: Any) -> list[str]:
     return [name for name, _ in found]
 
 
+@pytest.mark.few(1)
 def test_names_are_those_of_the_users_model(case: tuple[Any, Any]) -> None:
     model, make = case
     truth = make(1)
@@ -77,6 +78,7 @@ def test_names_are_those_of_the_users_model(case: tuple[Any, Any]) -> None:
     assert seen == names(truth.named_parameters(remove_duplicate=False))
 
 
+@pytest.mark.few(1)
 def test_modules_are_found_by_their_names(case: tuple[Any, Any]) -> None:
     model, make = case
     for name, module in make(1).named_modules():
@@ -106,6 +108,7 @@ def test_a_state_dict_of_the_users_model_loads(case: tuple[Any, Any], assign: bo
     assert_near(weights(users), weights(truth), 1e-5)
 
 
+@pytest.mark.few(1)
 def test_a_state_dict_that_does_not_fit_is_refused_by_the_models_own_names(case: tuple[Any, Any]) -> None:
     model, make = case
     state = make(1).state_dict()

@@ -301,6 +301,7 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["by name", "by place", "in training"])
 def test_a_cache_that_a_call_asks_for_is_told_to_be_left_out(two: Runtime, how: str) -> None:
     model = wrap(llama(), runtime=two, model_run_config=TWO)

@@ -138,6 +138,7 @@ def data(call: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(6, WIDTH, generator=generator), torch.randn(6, 3, generator=generator)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("samples_first")
 @pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)

@@ -347,6 +347,7 @@ def test_positions_to_keep_are_no_rows_of_the_batch(two):
         assert_near(wrap(to_sequential(model), two, 2)(**kept).logits, model(**kept).logits, 1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sequences", [1, 2, 3])
 def test_a_batch_without_padding_is_one_row_whatever_its_lengths(two, sequences):
     batch = ragged(1, 12, 3)

@@ -173,6 +173,7 @@ def test_a_trained_model_merges(two: Runtime, tmp_path: Path, family: str, prese
         assert_near(loaded(input_ids=ids()).logits, wanted, 1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("preset", [None, False])
 def test_adapters_may_be_added_after_wrapping(two: Runtime, preset: bool | None) -> None:
     torch.manual_seed(0)
@@ -206,6 +207,7 @@ def test_what_only_the_peft_model_can_do_is_refused_in_a_row(two: Runtime) -> No
         model(input_ids=ids(), adapter_names=["default"] * 6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "config",
     [

@@ -49,6 +49,7 @@ def python_calls(plan: Plan, layers: int, microbatches: int) -> int:
 
 
 # `most`: a tenth more than it was when this was written. A change that needs more says why.
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("plan_name", "most"), [("all fused", 44), ("two stages", 63)])
 def test_one_layer_and_microbatch_more_take_few_calls_of_python(plan_name: str, most: int) -> None:
     def of(layers: int, microbatches: int) -> int:

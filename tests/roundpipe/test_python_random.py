@@ -72,6 +72,7 @@ def test_gradients_are_those_of_the_network_that_made_the_loss(
     assert len({loss for loss, _ in found}) > 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("samples_first")
 @pytest.mark.pairwise
 @pytest.mark.parametrize("draws", DRAWS)

@@ -97,6 +97,7 @@ def test_recomputation_draws_what_the_forward_drew(devices: str, plan_name: str,
         assert_near(grads, wanted_grads, 1e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("samples_first")
 @pytest.mark.parametrize("plan_name", ["one layer a stage", "microbatches divided"])
 def test_a_layer_that_draws_only_sometimes_draws_the_same_everywhere(plan_name: str) -> None:
@@ -152,6 +153,7 @@ class DrawsAlways(Noise):
         return super().forward(x) + random.random() + float(np.random.rand())
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("samples_first")
 @pytest.mark.parametrize("way", ["forward", "loss"])
 def test_what_layers_draw_in_evaluation_does_not_depend_on_the_devices_and_advances_the_generator_once(
@@ -357,6 +359,7 @@ def test_a_recomputation_reads_the_callers_state_though_another_layer_draws() ->
     assert torch.equal(found, callers)
 
 
+@pytest.mark.later
 def test_functions_of_the_generators_state_count_their_calls_in_compiled_code() -> None:
     # Traced, they would count what was so when they were compiled.
     randomness = Randomness(7, 2, Habits())

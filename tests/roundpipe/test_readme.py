@@ -44,6 +44,7 @@ def default(two: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"roundpipe.{module}.default_runtime", lambda: two)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("default")
 @pytest.mark.parametrize("rows", [6, 3])  # 3: a last batch that is smaller than the number of microbatches
 def test_the_ten_lines_have_the_loss_of_the_whole_batch(monkeypatch, rows):

@@ -52,6 +52,7 @@ def called(net: nn.Module, _: object) -> torch.Tensor:
         return functional_call(net, values(net), (X,)).clone()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", [swapped, called])

@@ -218,6 +218,7 @@ def test_cpu_devices_keep_no_plans(two: Runtime, cache: None) -> None:
 # What decides
 
 
+@pytest.mark.later
 @pytest.mark.usefixtures("samples_first")
 @pytest.mark.parametrize("on_host", [False, True])
 def test_calls_that_decide_are_over_before_the_next_is_planned(

@@ -38,6 +38,7 @@ def test_a_resumed_training_is_the_same_to_the_last_bit(tmp_path: Path, optimize
         assert equal(other.weights(), weights)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("was", "now"), [("fp32", "8bit"), ("8bit", "fp32"), ("bf16", "8bit"), ("8bit", "bf16")])
 def test_a_checkpoint_is_loaded_as_another_kind_and_says_so(tmp_path: Path, was: str, now: str) -> None:
     with Runtime("cpu:1") as runtime:

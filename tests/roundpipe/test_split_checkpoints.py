@@ -49,6 +49,7 @@ def save(own: Job, path: Path, step: int) -> None:
     save_checkpoint(path, own.model, own.optimizer, step=step, **own.parts).wait()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("kind", ["fp32", "8bit"])
 def test_a_resumed_training_is_the_same_to_the_last_bit(tmp_path: Path, kind: Any, is_async: bool) -> None:
@@ -68,6 +69,7 @@ def test_a_resumed_training_is_the_same_to_the_last_bit(tmp_path: Path, kind: An
         assert are_split(other)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("was", ["split", "whole"])
 def test_either_kind_of_masters_goes_on_with_the_others_checkpoint(

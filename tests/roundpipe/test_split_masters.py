@@ -98,7 +98,7 @@ def are_rounded(model: RoundPipe) -> bool:
 # Numbers
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("is_async", "double_buffer"),
     [(False, None), (False, True), (True, None)],
@@ -132,6 +132,7 @@ def test_muon_takes_masters_in_halves(two: Runtime) -> None:
     assert same(*found)
 
 
+@pytest.mark.slow
 def test_synchronous_and_asynchronous_steps_may_follow_each_other(two: Runtime) -> None:
     found = []
     for master in ("whole", "split"):
@@ -148,6 +149,7 @@ def test_synchronous_and_asynchronous_steps_may_follow_each_other(two: Runtime) 
     assert same(*found)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_step_that_the_scaler_skips_and_one_of_few_parameters_keep_the_others(
     two: Runtime, is_async: bool
@@ -400,6 +402,7 @@ def test_a_step_in_place_waits_for_those_who_still_read_the_weights(two: Runtime
 # Whole ones
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_torchs_optimizers_get_whole_masters_and_say_so(two: Runtime, is_async: bool) -> None:
     found = []
@@ -416,6 +419,7 @@ def test_torchs_optimizers_get_whole_masters_and_say_so(two: Runtime, is_async: 
     assert same(*found)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_who_reads_masters_gets_whole_ones_and_training_goes_on(two: Runtime, is_async: bool) -> None:
     found = []
@@ -485,6 +489,7 @@ def test_fp32_parameters_beside_bf16_ones_have_whole_masters(two: Runtime) -> No
 # What changes outside
 
 
+@pytest.mark.slow
 def test_weights_that_others_write_freeze_and_replace_go_on_as_with_whole_masters(two: Runtime) -> None:
     found = []
     for master in ("whole", "split"):
@@ -572,6 +577,7 @@ DOINGS = (
 )
 
 
+@pytest.mark.later
 @pytest.mark.filterwarnings("ignore::roundpipe.TrainingWarning")
 @given(doings=st.lists(st.sampled_from(DOINGS), max_size=14), double_buffer=st.sampled_from([None, True]))
 @settings(max_examples=examples(80))

@@ -65,6 +65,7 @@ def test_the_loop_ends_with_the_weights_of_the_engine(two: Runtime, name: str, v
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.later
 def test_a_late_loop_differs_from_the_engine_on_time(two: Runtime) -> None:
     chosen = workload("convnet", CPU)
     late = Plain(chosen).run(run_of(chosen, "late"), evaluations=1)

@@ -148,7 +148,7 @@ def test_every_optimizer_has_the_numbers_of_a_step_after_the_call(two: Runtime, 
     assert both(two, make)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "how",
     [
@@ -226,7 +226,7 @@ def adapted() -> nn.Sequential:
     ).bfloat16()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layers", [tied, experts, frozen, adapted])
 @pytest.mark.parametrize("plan", ["one stage", "microbatches divided"])
 def test_shared_unused_and_frozen_weights_have_those_numbers(
@@ -243,11 +243,13 @@ def test_all_devices_have_those_numbers(runtime: Runtime, layers: Callable[[], n
     assert both(runtime, layers=layers, plan=PLANS[plan])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["all fused", "cut differently"])
 def test_any_number_of_devices_has_those_numbers(runtime: Runtime, plan: str) -> None:
     assert both(runtime, plan=PLANS[plan])
 
 
+@pytest.mark.slow
 def test_layers_that_are_frozen_and_thawed_meanwhile_have_those_numbers(two: Runtime) -> None:
     found = []
     for during in (True, False):
@@ -662,6 +664,7 @@ def test_a_call_that_fails_while_it_steps_says_what_has_become_of_the_weights(tw
         call(model, optimizer)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("master", ["split", "whole"])
 def test_a_hook_that_fails_before_the_optimizer_steps_leaves_the_weights_to_go_back_to(
     two: Runtime, master: str

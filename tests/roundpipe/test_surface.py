@@ -526,6 +526,7 @@ def test_copies_of_a_wrapped_model_are_refused_in_words(
         model.compile()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pin", ["alloc", "off"])
 def test_what_is_wrapped_can_be_copied_pickled_and_saved(two: Runtime, pin: Any, tmp_path: Path) -> None:
     layers = mlp()

@@ -184,6 +184,7 @@ def test_collected_outputs_have_whole_batches_and_gradients(
     both.compare(**batch(seed=1))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("upper", UPPER)
 def test_router_logits_are_collected_and_their_loss_trains_the_router(devices: Runtime, upper: int | None) -> None:
     pair("mixtral", devices, upper).compare(
@@ -191,6 +192,7 @@ def test_router_logits_are_collected_and_their_loss_trains_the_router(devices: R
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_large_tied_embeddings_run_on_devices(two: Runtime, family: str) -> None:
     both = pair(family, two, 6000)
@@ -245,6 +247,7 @@ def test_users_hooks_see_whole_batches_and_their_penalties_train(
     assert [penalty.found for penalty in penalties] == [[], []]
 
 
+@pytest.mark.later
 def test_a_hook_that_changes_an_output_does_so_once(two: Runtime) -> None:
     layers = made("gemma2")
     for place in ("model.layers.0", "model.layers.1.mlp"):
@@ -254,6 +257,7 @@ def test_a_hook_that_changes_an_output_does_so_once(two: Runtime) -> None:
     Pair(apart(layers, two, 6000), layers, truth).compare(**batch())
 
 
+@pytest.mark.later
 def test_a_hook_on_what_a_part_runs_may_come_later(two: Runtime) -> None:
     both = pair("gemma2", two, 6000)
     penalties = [Penalty(), Penalty()]
@@ -264,6 +268,7 @@ def test_a_hook_on_what_a_part_runs_may_come_later(two: Runtime) -> None:
     both.compare(lambda found: found.loss + next(remaining).found.pop(), **batch())
 
 
+@pytest.mark.later
 def test_a_later_hook_inside_a_part_is_refused_by_name_before_anything_runs(two: Runtime) -> None:
     both = pair("gemma2", two, 6000)
     ran: list[nn.Module] = []

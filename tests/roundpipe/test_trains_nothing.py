@@ -158,6 +158,7 @@ def test_dropping_gradients_after_a_step_was_launched_says_nothing(two: Runtime)
         model.synchronize()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [torch.optim.SGD, roundpipe.optim.SGD, roundpipe.optim.AdamW])
 @pytest.mark.parametrize("outside", [False, True])
 def test_gradients_that_no_step_drops_are_told_once(
@@ -249,6 +250,7 @@ DROPPING: dict[str, Callable[[RoundPipe, torch.optim.Optimizer], object]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", DROPPING)
 @pytest.mark.parametrize("make", [torch.optim.SGD, roundpipe.optim.SGD])
 def test_gradients_that_are_dropped_or_not_used_are_not_told_of(
@@ -543,6 +545,7 @@ def test_a_mean_over_each_of_several_microbatches_is_told(two: Runtime, kind: st
     assert [one.filename for one in told] == [__file__]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("call", ["forward_backward", "loss"])
 @pytest.mark.parametrize("kind", SEEN_MEANS)
 def test_a_loss_function_that_is_seen_to_return_a_mean_is_told(two: Runtime, kind: str, call: str):
@@ -554,6 +557,7 @@ def test_a_loss_function_that_is_seen_to_return_a_mean_is_told(two: Runtime, kin
     assert [one.filename for one in told] == [__file__]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("loss_fn", "microbatches"), [*((loss_fn, 3) for loss_fn in SUMS.values()), (MEANS["module"], 1)]
 )

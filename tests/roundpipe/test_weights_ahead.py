@@ -105,6 +105,7 @@ def trained(
     return [*losses, *(parameter.detach() for parameter in layers.parameters())]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("plan", PLANS)
 def test_calls_read_what_a_step_has_published(
@@ -148,6 +149,7 @@ def test_frozen_weights_may_be_written_at_any_time(found: list[Block], monkeypat
     assert_same(ahead, trained(layers, is_async=False, between=between))
 
 
+@pytest.mark.later
 @pytest.mark.filterwarnings("ignore:.*past torch's version counters")
 @pytest.mark.usefixtures("found")
 def test_calls_that_do_not_train_read_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +168,7 @@ def test_calls_that_do_not_train_read_what_was_written(monkeypatch: pytest.Monke
     assert_same(ahead, expected + outputs)
 
 
+@pytest.mark.later
 def test_what_comes_between_two_calls_finds_or_frees_them(
     found: list[Block], monkeypatch: pytest.MonkeyPatch
 ) -> None:

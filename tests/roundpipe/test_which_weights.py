@@ -148,7 +148,7 @@ TABLE: dict[str, tuple[str, list[int]]] = {
 KINDS = ["fused", "separate", "by turns"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", one_in(2, TABLE))

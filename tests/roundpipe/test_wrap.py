@@ -121,6 +121,7 @@ def test_the_default_threshold_is_a_share_for_each_device_and_one_more(two: Runt
     assert {"blocks.0", "embed", "head"} <= set(parts(model))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_model_that_was_taken_apart_trains_as_plain_pytorch(runtime: Runtime, lag: int) -> None:
     layers = net()
@@ -164,6 +165,7 @@ def test_gradients_add_up_and_are_shown_under_the_old_names(runtime: Runtime) ->
     assert set(gradients(model.model).values()) == {None}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("drop", ["zero_grad", "reset"])
 def test_gradients_are_dropped_that_autograd_has_put_outside_the_parts(two: Runtime, drop: str) -> None:
     layers = net()
@@ -238,6 +240,7 @@ def test_a_state_dict_that_does_not_fit_a_part_is_refused(two: Runtime) -> None:
         model.model.load_state_dict(state)
 
 
+@pytest.mark.slow
 def test_masters_have_the_optimizers_dtype_inside_and_outside_the_parts(two: Runtime) -> None:
     model = wrapped(net().bfloat16(), two, optim_dtype=torch.float32)
     assert {parameter.dtype for parameter in model.optim_parameters()} == {torch.float32}
@@ -291,6 +294,7 @@ def test_a_graph_through_a_part_from_before_newer_weights_is_refused(two: Runtim
     model.zero_grad()
 
 
+@pytest.mark.later
 def test_a_failed_step_stops_every_part_until_reset(two: Runtime) -> None:
     model = wrapped(net(), two)
     optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)

@@ -53,6 +53,7 @@ def quarter_past_counters(weight: torch.Tensor) -> None:
     weight.data.fill_(0.25)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("options", "write"),
     [
@@ -251,6 +252,7 @@ def test_weights_are_no_others_under_another_default_device(two: Runtime) -> Non
         call(model)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("write", [past_counters, one_number])
 @pytest.mark.parametrize(
     "options",
@@ -283,6 +285,7 @@ def test_writes_past_version_counters_count_and_are_told_once(
     assert "past torch's version counters" in words[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("frozen", [None, False, True], ids=["", "unfrozen", "frozen"])
 @pytest.mark.parametrize("waits", [False, True])
 def test_writes_past_counters_count_outside_of_parts_and_where_layers_are_frozen(

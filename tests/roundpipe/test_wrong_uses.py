@@ -114,6 +114,7 @@ COMPILED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_the_module_that_was_taken_apart_refuses_what_the_model_refuses(two: Runtime, name: str) -> None:

@@ -147,6 +147,7 @@ def logits(model: nn.Module) -> torch.Tensor:
     return model(input_ids=IDS).logits
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("made", [qwen, moe])
 def test_packing_while_loading_is_packing_what_transformers_loads(
     made: Callable[[], PreTrainedModel], tmp_path: Path
@@ -403,6 +404,7 @@ def test_pieces_of_a_packed_checkpoint_are_the_weights_that_are_loaded_whole(
     assert {name for name, one in read.items() if isinstance(one, StoredPacked)} == set(stored)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("packed", [in_fp8, in_mxfp4, in_bitsandbytes])
 def test_an_adapter_is_merged_into_the_expanded_weights(packed: Callable[[Path], Path], tmp_path: Path) -> None:
     base = packed(tmp_path / "base")

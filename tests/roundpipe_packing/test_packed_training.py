@@ -120,7 +120,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("how", "name"),
     [
@@ -144,6 +144,7 @@ def train(model: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
     model.synchronize()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", ["cpu:1", pytest.param("cpu:2", marks=pytest.mark.nightly)])
 def test_several_steps_in_bf16_give_the_same_adapters(devices: str) -> None:
     results: list[dict[str, torch.Tensor]] = []
@@ -199,6 +200,7 @@ def train_head(row: nn.Sequential, folder: Path) -> tuple[torch.Tensor, int, int
     return loss, sum(span.nbytes for span in uploads), held
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "most"), [("nf4", 4.51), ("fp8", 8.01), ("fp8-rows", 8.13), ("int8", 8.13), ("mxfp4", 4.26)]
 )
@@ -535,6 +537,7 @@ def test_a_training_of_adapters_goes_on_from_its_checkpoint(how: str, tmp_path: 
     assert_equal(*results)
 
 
+@pytest.mark.slow
 def test_adapters_of_other_packed_weights_are_refused(tmp_path: Path) -> None:
     with Runtime("cpu:1") as runtime:
         wrapped = wrap_model_to_roundpipe(packed("lora", "nf4"), runtime=runtime)
@@ -543,6 +546,7 @@ def test_adapters_of_other_packed_weights_are_refused(tmp_path: Path) -> None:
             load_checkpoint(tmp_path / "saved", wrap_model_to_roundpipe(packed("lora", "int8"), runtime=runtime))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("made", [llama, moe])
 def test_a_model_with_packed_layers_is_saved_expanded_and_resumed_packed(
     made: Callable[[], nn.Module], tmp_path: Path

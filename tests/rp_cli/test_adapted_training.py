@@ -181,6 +181,7 @@ def test_dropout_is_of_the_adapters_inputs(
     assert second != other
 
 
+@pytest.mark.slow
 def test_adapters_on_embeddings_are_saved_without_a_word(tmp_path: Path) -> None:
     model = finetuning.make_model(tmp_path / "model")
     data = finetuning.json_lines(tmp_path / "data.jsonl", TEXTS)

@@ -36,6 +36,7 @@ def train(model: Path, data: Path, run: Path, *more: str) -> list[float]:
     return [line["loss"] for line in finetuning.lines(run)]
 
 
+@pytest.mark.slow
 def test_losses_stay_near_and_what_is_saved_is_in_fp32(tmp_path: Path, model: Path, data: Path) -> None:
     wanted = train(model, data, tmp_path / "whole")
 
@@ -69,6 +70,7 @@ def test_an_extended_run_and_a_continued_adapter_begin_with_the_fp32_values(
     assert all(torch.equal(last[name], one) for name, one in first.items())
 
 
+@pytest.mark.slow
 def test_the_plan_counts_adapters_of_two_bytes(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes: list[int] = []
     for more in ([], ["--adapter-dtype", "bfloat16"]):

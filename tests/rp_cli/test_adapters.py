@@ -63,7 +63,7 @@ def planned(folder: Path, capsys: pytest.CaptureFixture[str], family: str, *give
     return json.loads(capsys.readouterr().out)["model"]["trained_parameters"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", MODELS)
 def test_plan_counts_what_peft_makes(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with torch.device("meta"):
@@ -88,7 +88,7 @@ USUAL: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", USUAL)
 def test_all_but_routers_is_adapted_unless_parts_are_named(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -59,7 +59,7 @@ def place(request: pytest.FixtureRequest, made: Path, tmp_path: Path, monkeypatc
     return request.param
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_embeddings_are_enlarged_trained_and_saved(place: str) -> None:
     assert main([*RESIZED, "--steps", "3", "--save-every", "1"]) == 0
 
@@ -105,7 +105,7 @@ def test_without_the_option_added_tokens_are_refused(capsys: pytest.CaptureFixtu
     assert "or, if tokens were added to it, --resize-embeddings" in capsys.readouterr().err
 
 
-@pytest.mark.few(1)
+@pytest.mark.later
 def test_adapters_train_the_new_rows_or_are_refused(
     place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,6 +87,7 @@ def test_options_count_before_the_line(capsys: pytest.CaptureFixture[str]) -> No
     assert answer["assumed"]["utilisation"] == 0.5
 
 
+@pytest.mark.slow
 def test_adapters_reach_less_than_the_line_says(capsys: pytest.CaptureFixture[str]) -> None:
     assumed = planned(capsys, "--calibration", LINE, "--lora", "8")["assumed"]
 

@@ -45,7 +45,7 @@ def losses_of(run: Path) -> list[float]:
     return [line["loss"] for line in lines(run)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_from_an_adapter_has_the_losses_of_a_plain_loop_from_it(tmp_path: Path, kind: str) -> None:
     model, data = make_model(tmp_path / "model"), json_lines(tmp_path / "data.jsonl", TEXTS)
@@ -81,7 +81,7 @@ def test_a_run_from_the_adapter_of_a_run_goes_on_from_it(
     assert train(model, other, tmp_path / "second", "--init-adapter", str(tmp_path / "first"), "--resume") == 0
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["run", "run/model"])
 def test_a_whole_model_of_a_run_goes_on_with_other_data(tmp_path: Path, place: str) -> None:
     model, data = make_model(tmp_path / "model"), json_lines(tmp_path / "data.jsonl", TEXTS)

@@ -60,6 +60,7 @@ def assert_one_line(capsys: pytest.CaptureFixture[str], named: Path) -> str:
     return shown.err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", damaging.WAYS)
 @pytest.mark.parametrize("name", FILES)
 def test_training_names_each_damage_of_each_file(
@@ -132,6 +133,7 @@ def test_named_templates_need_a_default(
     assert told.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_default_among_named_templates_is_used(place: Path, model: Path) -> None:
     (model / "chat_template.jinja").unlink()
     tokenizer: Any = finetuning.tokenizer()

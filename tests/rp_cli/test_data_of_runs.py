@@ -56,6 +56,7 @@ class Tomorrow(datetime):
         return datetime.now(tz) + timedelta(days=1)
 
 
+@pytest.mark.slow
 def test_bad_rows_are_skipped_where_asked_and_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = (place / "said").read_text()
 

@@ -66,7 +66,7 @@ def test_the_loss_is_that_of_transformers(
     assert found["learned_tokens"] == found["tokens"] - len(TEXTS)
 
 
-@pytest.mark.few(1)
+@pytest.mark.later
 @pytest.mark.parametrize("more", [["--held-out", "0.3"], ["--eval-data", "others", "--lora", "4"]])
 @pytest.mark.usefixtures("measured_once")
 def test_the_loss_of_a_run_is_the_last_that_it_told(
@@ -107,6 +107,7 @@ def test_what_has_no_data_says_so(
     assert "--tasks needs lm-eval: pip install lm-eval" in capsys.readouterr().err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "given", "words"),
     [
@@ -158,6 +159,7 @@ def requests(kind: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
     return [Instance(request_type=kind, doc={}, arguments=one, idx=at) for at, one in enumerate(arguments)]
 
 
+@pytest.mark.later
 def test_log_likelihoods_are_those_of_lm_evals_own_model(both: tuple[Any, Any]) -> None:
     ours, theirs = both
     asked = [(words(number, number % 9), " " + words(number + 3, 1 + number % 4)) for number in range(14)]

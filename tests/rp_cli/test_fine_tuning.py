@@ -103,6 +103,7 @@ def steps_of(folder: Path, data: Path, *, packing: bool, accumulation: int) -> I
         yield [document for row in range(step * rows, (step + 1) * rows) for document in sequences.at(row)]
 
 
+@pytest.mark.later
 def test_text_of_a_trained_model_ends_where_its_template_ends_replies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +126,7 @@ def test_text_of_a_trained_model_ends_where_its_template_ends_replies(
     assert GenerationConfig.from_pretrained(folder).eos_token_id == 0
 
 
+@pytest.mark.later
 def test_a_routers_loss_counts_once_a_step_in_however_many_calls(tmp_path: Path) -> None:
     folder = finetuning.make_model(tmp_path / "moe", "qwen3-moe")
     config = json.loads((folder / "config.json").read_text())

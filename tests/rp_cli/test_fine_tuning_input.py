@@ -275,6 +275,7 @@ def test_what_is_not_installed_is_told_with_the_command_that_mends_it(
     assert f"pip install {package.rpartition('.')[2]}" in capsys.readouterr().err
 
 
+@pytest.mark.later
 def test_a_model_that_mixes_packed_documents_needs_them_unpacked(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,6 +289,7 @@ def test_a_model_that_mixes_packed_documents_needs_them_unpacked(
     assert main(["train", "--model", str(folder), *settings, "--no-packing"]) == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("packing", [[], ["--no-packing"]])
 def test_a_model_whose_tokens_see_later_ones_is_refused(
     place: Path, tmp_path: Path, packing: list[str], capsys: pytest.CaptureFixture[str]
@@ -319,6 +321,7 @@ def test_a_checkpoint_that_lacks_weights_of_a_language_model_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.later
 def test_weights_of_a_checkpoint_that_are_not_used_are_told(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

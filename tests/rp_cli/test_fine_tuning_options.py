@@ -120,6 +120,7 @@ def test_linear_layers_multiply_in_fp8(
         options("--compute", "fp8-cast", "--dtype", "float32")
 
 
+@pytest.mark.slow
 def test_a_config_file_may_have_everything(inputs: list[str], tmp_path: Path) -> None:
     path = tmp_path / "all.yaml"
     path.write_text(
@@ -189,6 +190,7 @@ def test_rates_rise_then_fall_or_stay() -> None:
     assert rates(warm_up=20)[-1] == 0.5
 
 
+@pytest.mark.later
 def test_what_makes_results_others_than_they_seem_is_told(
     inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +210,7 @@ def test_what_makes_results_others_than_they_seem_is_told(
         assert "samples are longer than --sequence 8" in out
 
 
+@pytest.mark.later
 def test_random_weights_are_said_aloud_and_depend_on_the_seed(
     tmp_path: Path, inputs: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,6 +236,7 @@ def test_random_weights_are_said_aloud_and_depend_on_the_seed(
     assert not torch.allclose(weights[0], weights[2])
 
 
+@pytest.mark.slow
 def test_the_plan_is_told_before_the_first_step(
     inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,6 +257,7 @@ def test_the_plan_is_told_before_the_first_step(
     assert "tokens/s" in shown
 
 
+@pytest.mark.slow
 def test_a_quiet_training_prints_nothing(
     inputs: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,6 +269,7 @@ def test_a_quiet_training_prints_nothing(
     assert (tmp_path / "run" / "model").is_dir()
 
 
+@pytest.mark.slow
 def test_lines_of_a_report_tell_tokens_and_epochs_so_far(inputs: list[str], tmp_path: Path) -> None:
     command = ["train", *inputs, "--output", str(tmp_path / "run"), *SETTINGS, "--save-every", "1"]
     assert main([*command, "--steps", "2"]) == 0
@@ -290,6 +296,7 @@ def test_lines_of_a_report_tell_how_late_the_weights_of_a_loss_are(inputs: list[
     assert late == {"async": [0, 1, 1, 1], "sync": [0, 0, 0, 0]}
 
 
+@pytest.mark.later
 def test_what_does_not_fit_is_refused_before_a_file_is_written(
     inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,6 +322,7 @@ def real_machine(runtime: Runtime, *more: Any) -> Any:
     return measured(runtime, *more)
 
 
+@pytest.mark.later
 def test_a_loss_that_is_not_finite_ends_the_training_and_saves_nothing_of_it(
     tmp_path: Path, inputs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -332,7 +340,7 @@ def test_a_loss_that_is_not_finite_ends_the_training_and_saves_nothing_of_it(
     assert not (tmp_path / "run" / "model").exists()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "rows", "given"),
     [
@@ -366,7 +374,7 @@ def test_weights_that_are_not_finite_are_named(
     assert last.endswith(f"its weight {name} has numbers that are NaN or infinite; fetch it or save it again")
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [["--sync"], ["--no-sync"], ["--sync", "--clip", "0"]])
 def test_gradients_that_are_not_finite_end_the_training_before_they_reach_a_weight(
     given: list[str],
@@ -393,6 +401,7 @@ def test_gradients_that_are_not_finite_end_the_training_before_they_reach_a_weig
     assert not (run / "model").exists()
 
 
+@pytest.mark.later
 def test_a_trace_that_cannot_be_written_costs_no_model(
     inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

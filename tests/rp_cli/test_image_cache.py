@@ -58,6 +58,7 @@ def numbers(run: Path) -> list[Any]:
     return [losses, {name: one.tolist() for name, one in load_file(run / "model" / "model.safetensors").items()}]
 
 
+@pytest.mark.later
 def test_runs_with_a_cache_are_those_without_and_decode_nothing_twice(model, data, tmp_path, decoded, capsys):
     def trained(name: str, *more: str) -> list[Any]:
         given = ["--model", str(model), "--data", str(data), "--output", str(tmp_path / name), *SETTINGS]
@@ -81,6 +82,7 @@ def test_runs_with_a_cache_are_those_without_and_decode_nothing_twice(model, dat
     assert 0 < sum(one.stat().st_size for one in (tmp_path / "small").glob("??/*")) <= 10_000
 
 
+@pytest.mark.later
 def test_prepare_keeps_what_train_and_eval_use(model, data, tmp_path, decoded, capsys):
     given = ["--model", str(model), "--image-cache", str(tmp_path / "kept"), "--image-cache-gb", "0.1"]
     made = ["prepare", *given, "--data", str(data), "--output", str(tmp_path / "made"), "--sequence", "256"]

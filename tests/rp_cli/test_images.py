@@ -159,6 +159,7 @@ def uri(content: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
+@pytest.mark.slow
 def test_what_is_no_image_is_refused_with_its_row(folders, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(decoding, "MOST_PIXELS", 10**4)
     tmp_path.joinpath("cut.png").write_bytes(png(1)[:90])
@@ -224,6 +225,7 @@ def test_words_that_stand_for_images_are_refused_in_texts_of_all_kinds(folders, 
     assert " ".join(capsys.readouterr().err.split()).count("which stands for what the model sees") == 2
 
 
+@pytest.mark.later
 def test_another_processor_is_refused_before_the_first_step(folders, tmp_path, capsys):
     given = ["--tokenizer", str(folders["gemma3"])]
 
@@ -303,6 +305,7 @@ def completed_plainly(folder: Path, prompts: Sequence[tuple[str, Sequence[Any]]]
     return found
 
 
+@pytest.mark.later
 @pytest.mark.parametrize(
     "family", [pytest.param(one, marks=pytest.mark.slow if at else ()) for at, one in enumerate(vision.FAMILIES)]
 )
@@ -350,6 +353,7 @@ def test_a_run_on_images_is_evaluated_and_completes_prompts_with_images(family, 
     assert "prompts.jsonl:3: image 2 of 2 cannot be decoded" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.later
 def test_images_are_shown_in_a_conversation_until_it_is_reset(folders, tmp_path, capsys, monkeypatch):
     vision.picture(1).save(tmp_path / "a.png")
     talk = f"/image {tmp_path}/a.png\n/image {tmp_path}/none.png\nwhat is it?\nwhat?\n/save {tmp_path}/said\n"
@@ -398,6 +402,7 @@ def test_images_in_prompts_for_a_model_of_text_are_refused(tmp_path, capsys):
     assert "there are images to read, but" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.later
 def test_images_are_prepared_once_and_go_with_the_folder(folders, tmp_path, capsys, monkeypatch):
     model = str(folders["qwen3-vl"])
     tmp_path.joinpath("a.png").write_bytes(png(1))

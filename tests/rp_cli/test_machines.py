@@ -335,6 +335,7 @@ def test_the_built_in_job_trains_on_several_machines_as_on_one(
         assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_built_in_job_draws_by_its_seed_on_every_machine(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("green bottles hang on the wall; " * 40)

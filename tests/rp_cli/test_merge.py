@@ -105,6 +105,7 @@ def test_a_merged_model_has_the_weights_of_pefts_own_merge(tmp_path: Path, kind:
     assert any(not torch.equal(one, unchanged[name]) for name, one in found.items())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["lora", "dora", "lokr", "experts"])
 def test_merged_weights_in_bf16_are_the_nearest_to_the_sums_in_fp32(tmp_path: Path, kind: str) -> None:
     family, config = KINDS[kind]
@@ -139,6 +140,7 @@ def test_tied_weights_that_an_adapter_makes_differ_are_written_both(tmp_path: Pa
     assert torch.equal(found.lm_head.weight, loaded(base).lm_head.weight)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("command", ["merge", "export"])
 @pytest.mark.parametrize(
     ("template", "told"),
@@ -177,7 +179,7 @@ def test_other_ties_stay(tmp_path: Path) -> None:
     assert loaded(tmp_path / "merged").lm_head.weight is not None
 
 
-@pytest.mark.few(1)
+@pytest.mark.later
 @pytest.mark.parametrize("more", [(), ("--unrounded",)])
 @pytest.mark.usefixtures("measured_once")
 def test_a_runs_adapter_is_merged_into_the_weights_as_the_run_had_them(
@@ -257,6 +259,7 @@ REFUSALS: list[tuple[str, str]] = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("what", "told"), REFUSALS)
 def test_what_cannot_be_merged_is_refused_in_a_line(
     tmp_path: Path, what: str, told: str, capsys: pytest.CaptureFixture[str]

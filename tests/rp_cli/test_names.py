@@ -113,6 +113,7 @@ def test_the_split_that_is_named_is_read_and_texts_stand_beside_it(
     assert f"tiny/llama of the hub, commit {COMMIT[:12]}" in shown
 
 
+@pytest.mark.slow
 def test_code_and_pickles_are_never_downloaded_and_weights_last(hub: Hub) -> None:
     assert train("--model", "tiny/llama", "--data", "tiny/texts", "--output", "run") == 0
 
@@ -138,6 +139,7 @@ def test_what_does_not_fit_is_refused_before_weights_are_downloaded(
     assert "model.safetensors" not in hub.asked
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize(
     ("options", "said"),
@@ -169,6 +171,7 @@ def test_versions_of_datasets_that_run_code_are_refused(
     assert "needs datasets 4 or newer, but 3.6.0 is installed, which runs code of data sets" in said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("offline")
 def test_offline_the_cache_is_used(tmp_path: Path) -> None:
     finetuning.json_lines(tmp_path / "texts.jsonl", finetuning.texts())

@@ -92,7 +92,7 @@ def test_what_a_killed_process_has_forked_neither_keeps_its_lock_nor_gives_it_ba
         os.kill(int(worker), signal.SIGKILL)
 
 
-@pytest.mark.few(1)
+@pytest.mark.later
 @JOBS
 def test_a_trace_replaces_no_file_unless_that_is_asked_for(
     job: str, jobs: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -111,7 +111,7 @@ def test_a_trace_replaces_no_file_unless_that_is_asked_for(
     assert "traceEvents" in trace.read_text()
 
 
-@pytest.mark.few(1)
+@pytest.mark.later
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
 @JOBS
 def test_lines_that_find_no_room_end_no_training(

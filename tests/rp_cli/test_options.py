@@ -154,6 +154,7 @@ def test_an_output_folder_whose_options_are_a_pipe_is_refused(
 words = st.sampled_from(["0", "1", "8", "-3", "1e3", "1" * 400, "9" * 5000, "nan", "", "x"]) | st.text(max_size=4)
 
 
+@pytest.mark.later
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     given_options=st.dictionaries(

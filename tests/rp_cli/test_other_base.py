@@ -65,7 +65,7 @@ def commands(run: Path, place: Path, *more: str) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.few(1)
+@pytest.mark.later
 @pytest.mark.parametrize("what", ["run", "run/checkpoints/step-00000001", "run/model"])
 def test_an_adapter_is_put_on_no_other_model_of_equal_shapes(
     copied: Path, what: str, capsys: pytest.CaptureFixture[str]

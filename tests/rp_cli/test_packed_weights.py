@@ -132,7 +132,7 @@ def test_a_plan_counts_packed_bytes_and_suggests_packing(
     assert packed["model"]["expanded_bytes"] == 2 * elements // 64
 
 
-@pytest.mark.few(1)
+@pytest.mark.later
 @pytest.mark.parametrize(("how", "name"), [({"load_in_4bit": True}, "nf4"), ({"load_in_8bit": True}, "int8")])
 def test_a_plan_of_a_checkpoint_of_bitsandbytes_counts_its_linear_layers(
     how: dict[str, Any], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -260,6 +260,7 @@ def check(value: Any, schema: Any) -> None:
         assert isinstance(value, schema)
 
 
+@pytest.mark.later
 def test_the_json_has_its_schema(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
     several = ("--machines", "2", "--network", "1Gb")
     answer = found(capsys, "--model", config(TINY), *SMALL, "--ram", "1MB", "--num-microbatch", "2", *several)
@@ -270,6 +271,7 @@ def test_the_json_has_its_schema(config: Write, capsys: pytest.CaptureFixture[st
     assert answer["short"].keys() == {"memory", "bytes"}
 
 
+@pytest.mark.slow
 def test_what_would_fit_does_fit(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(TINY)
     answer = found(capsys, "--model", path, *SMALL, "--ram", "2MB")
@@ -299,6 +301,7 @@ def test_where_no_option_is_enough_several_are_proposed_together(
         assert then["host_bytes"]["total"] == change["host_bytes"]
 
 
+@pytest.mark.slow
 def test_plans_that_differ_in_host_memory_only_are_searched_for_once(
     config: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,6 +364,7 @@ def test_a_consumer_board_has_two_channels(
     assert assumed["ram_gb_s"] == ram_gb_s
 
 
+@pytest.mark.later
 def test_a_terminal_is_told_what_is_tried_and_is_left_clean(
     config: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,6 +400,7 @@ def test_smaller_moments_are_proposed_counted_and_told(config: Write, capsys: py
     assert "adamw with 8bit state, fp32 masters" in told(capsys, *machine, "--optimizer-state", "8bit")
 
 
+@pytest.mark.later
 def test_state_on_disk_is_proposed_counted_and_told(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
     wide = QWEN3_8B | {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 4}
     machine = (
@@ -497,6 +502,7 @@ def test_frozen_weights_on_disk_are_proposed_counted_and_told(
     assert "without adapters no weights are frozen" in errors
 
 
+@pytest.mark.slow
 def test_masters_in_halves_are_proposed_counted_and_told(
     config: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -513,6 +519,7 @@ def test_masters_in_halves_are_proposed_counted_and_told(
     assert "adamw, fp32 masters in halves" in told(capsys, *machine, "--master", "split")
 
 
+@pytest.mark.later
 def test_masters_in_halves_of_several_machines_are_proposed_and_counted(
     config: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -533,6 +540,7 @@ def test_other_masters_are_not_planned_for(config: Write, capsys: pytest.Capture
     assert "--master must be one of whole, split, disk, but is 'halved'" in capsys.readouterr().err
 
 
+@pytest.mark.later
 def test_muon_has_half_of_the_state_for_hidden_matrices_and_takes_longer(
     config: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -601,6 +609,7 @@ SUGGESTING: dict[str, tuple[Mapping[str, object], dict[str, str]]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", one_in(4, SUGGESTING))
 def test_what_is_suggested_keeps_what_it_promises(
     case: str, config: Write, capsys: pytest.CaptureFixture[str]
@@ -637,6 +646,7 @@ def test_with_what_is_short_on_a_device_it_fits(
     assert less["memory"] == "device"
 
 
+@pytest.mark.slow
 def test_a_config_of_another_class_is_told(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
     line = "the config names Qwen3ForSequenceClassification: this is its language model, for which"
     other = TINY | {"architectures": ["Qwen3ForSequenceClassification"]}
@@ -662,6 +672,7 @@ def test_twice_the_devices_are_told_if_they_pay(config: Write, capsys: pytest.Ca
 FOUR = ("--machines", "4", "--network", "100Mb")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_measured_machine_has_no_more_devices_than_are_there(
     count: int, config: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -873,6 +884,7 @@ REFUSED_WITH = {
 }
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("case", REFUSED_WITH)
 def test_what_is_wrong_is_told_in_a_line_that_one_reads(
     case: str, config: Write, capsys: pytest.CaptureFixture[str]

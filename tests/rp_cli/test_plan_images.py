@@ -87,6 +87,7 @@ def test_images_of_data_are_counted_by_their_tokens(family):
     assert Shown.of_data(config, images=0, tokens=0, sequences=4) is None
 
 
+@pytest.mark.later
 def test_a_plan_says_what_images_add_or_that_it_does_not_know(tmp_path, capsys):
     vision.config("qwen3-vl").save_pretrained(tmp_path / "sees")
     finetuning.make_model(tmp_path / "reads", weights=False)

@@ -31,7 +31,7 @@ def options_of(name: str, **given: Any) -> FineTuning:
     return read(FineTuning, with_config(GivenOptions(**usual, **given), declared(FineTuning)))
 
 
-@pytest.mark.few(1)
+@pytest.mark.later
 @pytest.mark.parametrize("name", one_in(5, NAMES))
 def test_a_recipe_fits_the_machine_that_it_names(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = recipes()[name]
@@ -98,6 +98,7 @@ def test_an_unknown_recipe_is_refused_with_the_nearest(capsys: pytest.CaptureFix
     assert "the nearest one is qwen3-8b-full-" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_passes_over_options_that_only_training_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,6 +76,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_a_run_has_a_page_with_all_charts_and_its_plan(run: Path) -> None:
     text = (run / "report.html").read_text(encoding="utf-8")
 

@@ -174,6 +174,7 @@ def test_a_signal_ends_an_evaluation_which_is_made_up_for_by_the_run_that_goes_o
     assert_same(run, whole["full"])
 
 
+@pytest.mark.later
 def test_a_signal_ends_an_evaluation_after_the_call_under_way(
     inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,6 +305,7 @@ def test_the_checkpoint_with_the_best_held_out_loss_is_kept(
         shutil.rmtree(run / "model")
 
 
+@pytest.mark.later
 def test_a_held_out_loss_that_is_not_finite_ends_the_training(
     inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -316,6 +318,7 @@ def test_a_held_out_loss_that_is_not_finite_ends_the_training(
     assert not (tmp_path / "run" / "model").exists()
 
 
+@pytest.mark.later
 def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_taken(
     inputs: list[str], whole: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -352,6 +355,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("told", CHANGED)
 def test_other_options_than_before_are_refused_by_name(
     told: str, inputs: list[str], whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -371,6 +375,7 @@ def test_other_options_than_before_are_refused_by_name(
     assert [path.name for path in run.iterdir()] == ["options.json"]
 
 
+@pytest.mark.later
 def test_another_run_in_the_folder_is_refused_or_replaced(
     inputs: list[str], whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -342,6 +342,7 @@ def test_what_an_interrupted_run_says_to_do_works(
     assert AutoModelForCausalLM.from_pretrained(tmp_path / place / "model")
 
 
+@pytest.mark.slow
 def test_a_full_disk_that_is_freed_later_loses_one_checkpoint(
     inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

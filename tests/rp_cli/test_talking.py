@@ -66,6 +66,7 @@ def talk(run: Path, said: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> i
     return main(["chat", str(run), "--max-tokens", str(TOKENS), "--greedy", *more])
 
 
+@pytest.mark.later
 def test_prompts_are_completed_in_their_order_whatever_the_batch(model: Path, tmp_path: Path) -> None:
     prompts = json_lines(tmp_path / "prompts.jsonl", [*PROMPTS, *CHATS, words(5, 3)])
     texts = [PROMPTS[0]["prompt"], PROMPTS[1]["prompt"]]
@@ -175,6 +176,7 @@ def test_a_text_file_has_a_prompt_a_line(model: Path, tmp_path: Path) -> None:
     assert found == plainly(model, [words(1, 4), words(2, 9)])
 
 
+@pytest.mark.later
 def test_a_prompt_past_the_learned_positions_is_refused_before_it_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +210,7 @@ def test_sampling_is_repeated_by_its_seed(model: Path, tmp_path: Path) -> None:
     assert sampled(1, "one") == sampled(1, "two") != sampled(2, "three")
 
 
+@pytest.mark.later
 def test_what_was_stopped_goes_on_as_if_it_had_not(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,6 +278,7 @@ def stopping_at(call: int, complete: Any, error: BaseException | None = None) ->
     return stopping
 
 
+@pytest.mark.later
 @pytest.mark.usefixtures("measured_once")
 def test_a_run_its_checkpoints_and_its_model_are_found(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -316,6 +320,7 @@ def test_an_adapter_speaks_with_its_model(model: Path, tmp_path: Path) -> None:
     assert generate(adapter, prompts, tmp_path / "more.jsonl") == 2
 
 
+@pytest.mark.later
 def test_an_adapter_for_more_layers_or_other_sizes_is_refused(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -410,6 +415,7 @@ def test_commands_that_cannot_be_followed_say_so(
     assert "start roundpipe chat with --images" in out
 
 
+@pytest.mark.later
 def test_a_template_without_an_end_is_refused_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -483,6 +489,7 @@ def test_what_cannot_be_used_is_refused_in_a_line(
     assert not (tmp_path / "said.jsonl").exists()
 
 
+@pytest.mark.later
 def test_a_model_without_a_chat_template_continues_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

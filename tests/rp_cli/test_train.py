@@ -86,6 +86,7 @@ def test_the_saved_model_and_its_tokenizer_load(finished: tuple[Path, str]) -> N
     assert model(input_ids=tokens).logits.shape == (1, len(tokens[0]), 257)
 
 
+@pytest.mark.slow
 def test_a_folder_of_an_earlier_run_is_written_again_only_if_that_is_asked_for(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,6 +112,7 @@ def test_it_takes_the_options_of_a_fine_tuning(text: Path, tmp_path: Path) -> No
     assert (tmp_path / "run" / "model" / "adapter_config.json").is_file()
 
 
+@pytest.mark.later
 def test_a_loss_that_is_not_finite_ends_it_with_one_line_and_exit_code_1(
     text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -115,6 +115,7 @@ def trained(folder: Path, data: Path, *more: str) -> int:
     return main(["train", *arguments, *SETTINGS, *more])
 
 
+@pytest.mark.later
 def test_a_run_on_videos_equals_a_plain_loop(folder, tmp_path, capsys):
     data, plain = rows(tmp_path)
 
@@ -195,6 +196,7 @@ def test_videos_of_other_numbers_of_frames_are_refused_where_a_batch_is_one_tens
         sight.expanded("a:2", "<video>", [three])
 
 
+@pytest.mark.later
 def test_videos_of_glm_train_but_not_beside_images(tmp_path, capsys):
     made = vision.make_model(tmp_path / "model", "glm4v")
     data, plain = rows(tmp_path, "glm4v")

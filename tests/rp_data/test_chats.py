@@ -304,6 +304,7 @@ TRL = trl_templates()
 TALK = [says("user", "one two"), says("assistant", "three"), says("user", "four"), says("assistant", "five six")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", TRL)
 def test_of_a_stock_template_that_is_learned_which_trl_marks(family: str) -> None:
     stock, training = TRL[family]

@@ -244,6 +244,7 @@ def _use(folder: Path, seed: int) -> None:
         store.put(key(number), value(number))
 
 
+@pytest.mark.later
 def test_processes_that_are_killed_leave_whole_values_within_the_bound(tmp_path):
     forked = multiprocessing.get_context("fork")
     processes = [forked.Process(target=_use, args=(tmp_path, seed)) for seed in range(3)]

@@ -191,7 +191,7 @@ def test_counts_are_those_of_torchs_counter_on_a_real_model() -> None:
 # Host memory
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("optimizer", "dtype", "masters", "compute"),
     [
@@ -328,6 +328,7 @@ def test_cards_are_found_under_the_names_that_drivers_have() -> None:
         assert card_named(name) is None, name
 
 
+@pytest.mark.later
 def test_this_machine_is_measured() -> None:
     with Runtime("cpu:2", strict=False) as runtime:
         machine = measured(runtime)
@@ -337,6 +338,7 @@ def test_this_machine_is_measured() -> None:
     assert min(machine.card.link_gb_s, machine.card.tflops, machine.ram_gb_s) > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cpu_devices_are_measured_as_they_train(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[torch.dtype, int]] = []
@@ -404,7 +406,7 @@ def foretold(name: str) -> Foretold:
     return foretell(Case(workload, h200s(gpus, memory_gb), batch, microbatches))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MEASURED)
 def test_a_step_is_foretold_within_15_percent_of_the_measured_one(name: str) -> None:
     found = foretold(name)
@@ -421,6 +423,7 @@ def _observed_once() -> Workload:
     return Workload.of(on_meta(MODELS["Qwen3-1.7B"]), TrainingSetup(sequence=2048))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "memory_gb",
     [pytest.param(None, id="they fit"), pytest.param(24, id="stages stream"), pytest.param(5, id="no memory")],
@@ -460,6 +463,7 @@ def test_no_graphs_are_foretold_for_devices_that_have_none(launch: str) -> None:
     assert (found.planned.graph_bytes, found.case.workload.how.launch) == (0, "eager")
 
 
+@pytest.mark.slow
 def test_device_memory_is_foretold_near_the_measured_peaks() -> None:
     whole, capped = (foretold(name).planned for name in ("one GPU", "in 24 GB"))
     assert whole is not None

@@ -50,6 +50,7 @@ def assert_near(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.pairwise(apart="options")
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize(("ours", "torchs", "options"), CASES, ids=name)

@@ -188,6 +188,7 @@ def scale_of(values: torch.Tensor) -> torch.Tensor:
     return torch.where(largest == 0, largest, largest * (1 + 2**-7)).clamp(min=0) + (largest > 0) * 2.0**-126
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pack", [pack_roots, pack_signed])
 def test_rounding_is_right_on_average(pack: Callable[..., Any]) -> None:
     values = torch.rand(GROUP, generator=torch.Generator().manual_seed(0)) * 0.9 + 0.05
@@ -274,6 +275,7 @@ def test_the_largest_numbers_are_rounded_in_16_bits_alike_and_stay_what_they_are
 # Loading
 
 
+@pytest.mark.few(1)
 @makers
 @kinds
 def test_training_resumes_bit_for_bit(make: Callable[..., Any], options: dict[str, Any], kind: str) -> None:

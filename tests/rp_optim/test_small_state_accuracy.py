@@ -67,6 +67,7 @@ def _on_one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "beta2", [0.95, *(pytest.param(beta2, marks=pytest.mark.nightly) for beta2 in (0.99, 0.999))]
 )

@@ -261,6 +261,7 @@ CARRIED = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", CARRIED)
 @pytest.mark.parametrize("run", [as_layers, apart])
 def test_a_row_has_the_outputs_and_gradients_of_the_model(kind, run):
@@ -687,6 +688,7 @@ def test_layers_that_are_dropped_at_random_are_refused_however_rarely():
         convert(model)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [*CARRIED, *REFUSED])
 def test_conversion_leaves_the_model_as_it_was(kind):
     model = made(kind)

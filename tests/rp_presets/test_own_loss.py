@@ -194,6 +194,7 @@ def observed(name: str) -> tuple[nn.Module, OwnLoss]:
     return model, observe_loss(lambda kwargs: probed(**kwargs), batch)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_how_a_familys_loss_divides_is_found(name):
     _, own = observed(name)

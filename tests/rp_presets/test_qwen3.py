@@ -158,6 +158,7 @@ def test_bfloat16_equals_the_models(attention, name):
     assert_row_equals(model, INPUTS[name](), **ROUGH)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -433,6 +434,7 @@ def test_twins_with_other_tensors_compute_the_same(attention):
     assert {id(p) for p in twin.parameters()}.isdisjoint(id(p) for p in row.parameters())
 
 
+@pytest.mark.later
 def test_compiled_layers_compute_the_same():
     row = to_sequential(make_model(**SLIDING))
     expected = run(row, **INPUTS["padded right"]()).logits

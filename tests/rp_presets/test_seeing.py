@@ -184,6 +184,7 @@ def test_pixels_that_a_row_does_not_know_are_refused():
         row.entries_of_samples({"input_ids": torch.ones(1, 3), "pixel_values_videos": torch.ones(4, 2)})
 
 
+@pytest.mark.later
 def test_images_beside_videos_that_fill_their_placeholders_are_refused():
     model = built("Glm4vForConditionalGeneration")
     batch = batch_of(model, RAGGED)
@@ -193,6 +194,7 @@ def test_images_beside_videos_that_fill_their_placeholders_are_refused():
         to_sequential(model).entries_of_samples(batch | videos)
 
 
+@pytest.mark.later
 def test_positions_of_time_height_and_width_are_split_by_samples():
     row = to_sequential(built("Qwen3VLForConditionalGeneration"))
     ids = torch.ones(3, 5)
@@ -208,6 +210,7 @@ def test_a_row_of_a_model_for_tokens_takes_no_images():
     assert row.entries_of_samples({"input_ids": torch.ones(2, 3)}) == {}
 
 
+@pytest.mark.later
 def test_conversion_with_images_leaves_the_model_as_it_was():
     model = built("Qwen3VLForConditionalGeneration")
     batch = without_cache(model, batch_of(model, RAGGED))
@@ -221,6 +224,7 @@ def test_conversion_with_images_leaves_the_model_as_it_was():
     assert differences(outcome(model, plainly(model, batch)), expected) == []
 
 
+@pytest.mark.later
 def test_one_sample_whose_patches_are_in_one_tensor_is_an_example():
     model = built("Qwen3VLForConditionalGeneration")
     batch = {**without_cache(model, batch_of(model, ((0, 1),))), "use_cache": True}
@@ -231,6 +235,7 @@ def test_one_sample_whose_patches_are_in_one_tensor_is_an_example():
     assert compare_case(model, row, batch) == []
 
 
+@pytest.mark.later
 def test_observing_runs_a_tower_a_few_times_however_much_is_proven():
     model = built("Qwen3VLForConditionalGeneration")
     runs: list[int] = []

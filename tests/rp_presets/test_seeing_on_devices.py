@@ -127,6 +127,7 @@ def test_samples_may_have_any_number_of_videos_beside_images(data):
     assert_videos_train_as_plainly(TAKE_VIDEOS[0], devices, microbatches, owned, own_videos)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tells_of_all", [False, True])
 def test_several_images_of_a_sample_are_no_tiles_where_their_numbers_say_so(tells_of_all):
     model = without_dropout(FAMILIES["LlavaOnevisionForConditionalGeneration"].build()).train()
@@ -162,6 +163,7 @@ def test_towers_and_language_models_may_be_frozen(trained_part):
     assert any(value.any() for name, value in expected.items() if f".{trained_part}." in name)
 
 
+@pytest.mark.later
 def test_towers_and_projectors_may_have_adapters():
     from peft import LoraConfig, get_peft_model
 
@@ -184,6 +186,7 @@ def test_a_sample_whose_placeholders_do_not_fit_its_images_is_named():
         trained(model, batch, "cpu:2", 2)
 
 
+@pytest.mark.later
 def test_positions_of_time_height_and_width_may_be_given():
     model = without_dropout(FAMILIES["Qwen3VLForConditionalGeneration"].build()).train()
     batch = without_cache(model, batch_of(model, RAGGED))
@@ -245,6 +248,7 @@ def test_every_other_forward_gives_what_the_model_gives_of_its_images(name):
     assert_gives_as_plainly(name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [1, 2])
 def test_lists_of_images_are_known_of_a_model_that_is_observed_with_inputs(count):
     model = without_dropout(FAMILIES["Step3p7ForConditionalGeneration"].build()).eval()
@@ -310,11 +314,13 @@ def test_every_other_model_that_sees_generates_on_devices_as_plainly(name, devic
     assert_generates_as_plainly(name, devices, microbatches)
 
 
+@pytest.mark.later
 def test_a_microbatch_without_images_trains_and_generates_where_all_samples_have_padding():
     assert_trains_as_plainly("Idefics3ForConditionalGeneration", "cpu:2", 2, SOME_SEE_NOTHING)
     assert_generates_as_plainly("Idefics3ForConditionalGeneration", "cpu:2", 2, SOME_SEE_NOTHING)
 
 
+@pytest.mark.later
 def test_positions_that_are_fractions_reach_the_code_between_layers():
     assert_generates_as_plainly("Qwen3OmniMoeThinkerForConditionalGeneration", "cpu:2", 2)
 
@@ -327,6 +333,7 @@ def test_microbatches_of_any_model_may_be_without_images(name):
     assert_generates_as_plainly(name, "cpu:2", 2, SOME_SEE_NOTHING)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_the_beams_of_a_sample_see_its_images(microbatches):
     model = without_dropout(FAMILIES["LlavaForConditionalGeneration"].build()).eval()
@@ -340,6 +347,7 @@ def test_the_beams_of_a_sample_see_its_images(microbatches):
         assert torch.equal(tokens(wrapped, batch, num_beams=2, roundpipe_run_config=config), wanted)
 
 
+@pytest.mark.later
 def test_towers_run_once_for_prompts_that_repeat_and_not_for_each_token():
     model = without_dropout(FAMILIES["Qwen3VLForConditionalGeneration"].build()).eval()
     batch = batch_of(model, ((0,), (0, 1), ()))
@@ -368,6 +376,7 @@ def test_videos_are_read_before_generating_as_plainly(devices, microbatches):
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.later
 def test_videos_of_which_too_little_is_known_are_refused_in_words():
     for name, error, said in (
         ("Kimi_K25ForConditionalGeneration", UnsupportedModel, "cannot be given: the row knows only how"),

@@ -56,6 +56,7 @@ def test_a_refusal_that_something_does_not_fit_is_red() -> None:
     assert b"\x1b[2J" not in written
 
 
+@pytest.mark.slow
 def test_without_a_terminal_there_are_lines_at_a_tenth_of_the_steps() -> None:
     ended = subprocess.run([sys.executable, PROGRAM, "ended"], capture_output=True, text=True, check=True)
 

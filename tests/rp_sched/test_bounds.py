@@ -110,6 +110,7 @@ def test_a_search_of_few_layers_ends_however_many_microbatches_there_are():
     search.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_a_search_for_fewer_devices_ends_however_many_there_are(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rp_sched.planners.adaptive.ALL_STEPS", 10**6)

@@ -499,6 +499,7 @@ def test_undivided_stages_win_where_additions_are_dear():
     assert plan(costs, limits=dear, **how).tasks_a_stage == 1  # type: ignore[arg-type]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("count", "devices", "microbatches"), [(94, 8, 16), (200, 64, 16), (200, 64, 128)])
 def test_planning_takes_a_bounded_number_of_steps(count: int, devices: int, microbatches: int):
     costs = [

@@ -34,7 +34,7 @@ def test_eight_cards_are_worth_nearly_eight_as_layers_are_launched_now(model: sc
     assert efficiency >= 0.95
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", scaling.CARDS[1:], ids=lambda model: model.name)
 def test_eight_cards_are_worth_nearly_eight(model: scaling.Published):
     efficiency, _ = scaling.card_efficiency(model, scaling.FROM_PYTHON)

@@ -242,6 +242,7 @@ def test_looking_further_never_makes_the_plan_slower(problem: AnyProblem, device
     assert all(after <= before * ALMOST for before, after in pairwise(seen))
 
 
+@pytest.mark.later
 @few
 @given(any_problem(most=6), st.integers(1, 3), st.sampled_from([0.01, 0.1, 0.5]))
 def test_a_tolerant_search_misses_the_best_plan_by_no_more(problem: AnyProblem, devices: int, tolerance: float):

@@ -231,6 +231,7 @@ def test_a_server_on_the_same_gpu_wakes_for_weights_first_and_sleeps_after_its_t
 # Faults
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("path", "fault", "error"),
     [
@@ -322,6 +323,7 @@ def test_a_server_that_does_not_say_who_it_is_gets_weights_for_each_generation(s
     assert server.paths().count("/start_weight_update") == 2
 
 
+@pytest.mark.later
 def test_a_refusal_has_the_servers_own_words(server):
     vllm = VllmServer(server.url)
 

@@ -105,6 +105,7 @@ ARGUMENTS: dict[str, list[str]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", ARGUMENTS)
 def test_whatever_is_refused_is_told_without_a_control_character(
     case: str, place: Path, capsys: pytest.CaptureFixture[str]

@@ -67,6 +67,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [{name: line[name] for name in ("step", "loss", "held_out_loss") if name in line} for line in read]
 
 
+@pytest.mark.later
 def test_it_trains_in_memory_and_keeps_nothing(model: RoundPipe) -> None:
     outcome = fine_tune(model, InTurn(ROWS), SETTINGS, evaluation=Evaluation(ROWS))
 
@@ -75,6 +76,7 @@ def test_it_trains_in_memory_and_keeps_nothing(model: RoundPipe) -> None:
     assert outcome.held_out[STEPS] < outcome.held_out[0]
 
 
+@pytest.mark.later
 def test_a_program_that_was_stopped_goes_on_to_the_same_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,6 +253,7 @@ def test_an_optimizer_that_is_not_known_is_refused_with_the_nearest(model: Round
         fine_tune(model, InTurn(ROWS), Settings(steps=1, optimizer="sgd", betas=(0.9, 0.99)))
 
 
+@pytest.mark.later
 def test_batches_without_a_label_that_counts_are_told(model: RoundPipe) -> None:
     nothing = {**ROWS[0], "labels": torch.full_like(ROWS[0]["labels"], -100)}
 

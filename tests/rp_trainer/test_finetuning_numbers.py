@@ -129,6 +129,7 @@ def test_steps_in_backward_have_the_bits_of_those_after_it(batches: Any) -> None
     assert all(torch.equal(weights[name], wanted) for name, wanted in wanted_weights.items())
 
 
+@pytest.mark.later
 def test_an_asynchronous_step_reads_weights_one_step_older(batches: Any) -> None:
     (delayed, _), (current, _) = (streamed(batches, "cpu:2", steps=3, sync=sync) for sync in (False, True))
 
@@ -137,6 +138,7 @@ def test_an_asynchronous_step_reads_weights_one_step_older(batches: Any) -> None
     assert delayed[1] != pytest.approx(current[1], rel=1e-5)
 
 
+@pytest.mark.later
 def test_the_loss_is_that_of_the_whole_batch_whatever_the_microbatches(batches: Any) -> None:
     (whole, _), (parts, _) = (streamed(batches, "cpu:2", steps=3, parts=count) for count in (1, 5))
 

@@ -101,6 +101,7 @@ def test_a_row_of_layers_with_a_loss_of_ones_own_trains_the_same(tmp_path, optio
     assert_same_weights(trained(Rows, tmp_path, numbers(), strategy(options), **CLIPPED), wanted)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_gradients_are_clipped(tmp_path, options, algorithm):
     settings = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": algorithm}
@@ -122,6 +123,7 @@ def test_only_what_the_optimizer_has_counts_in_the_norm(tmp_path, options):
     assert_same_weights(trained(Partly, tmp_path, numbers(), strategy(options), **settings), wanted)
 
 
+@pytest.mark.later
 def test_frozen_parameters_may_be_among_those_of_the_optimizer(tmp_path, options):
     class Frozen(Rows):
         def __init__(self) -> None:
@@ -134,6 +136,7 @@ def test_frozen_parameters_may_be_among_those_of_the_optimizer(tmp_path, options
     assert torch.equal(found.net[0].weight, Rows().net[0].weight)
 
 
+@pytest.mark.later
 def test_a_second_training_goes_on_with_the_same_model(tmp_path, options):
     def twice(given: Any = "auto") -> Rows:
         module, made = Rows(), trainer(tmp_path, given)
@@ -164,6 +167,7 @@ def test_manual_optimization_takes_loss_and_gradients_in_one_call(tmp_path, opti
     assert_same_weights(found, wanted)
 
 
+@pytest.mark.later
 def test_a_module_that_is_taken_apart_trains_the_same(tmp_path, options):
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -308,6 +312,7 @@ def test_a_validation_may_compute_the_loss_alone(tmp_path, options):
     assert made.callback_metrics["eval_loss"] > 0
 
 
+@pytest.mark.later
 def test_bf16_mixed_runs_layers_under_autocast(tmp_path, options):
     wanted = trained(Rows, tmp_path, numbers(), precision="bf16-mixed")
     found = trained(Rows, tmp_path, numbers(), strategy(options), precision="bf16-mixed")

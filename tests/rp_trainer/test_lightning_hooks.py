@@ -232,6 +232,7 @@ def test_a_callback_does_what_it_does_in_plain_lightning(tmp_path, options, kind
     assert_same(*both(kind, tmp_path, options, callbacks=callbacks, max_epochs=epochs))
 
 
+@pytest.mark.later
 def test_the_best_is_found_loaded_and_trained_on(tmp_path, options):
     class Steep(Seen):
         rate = 3.0

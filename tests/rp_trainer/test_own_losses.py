@@ -33,6 +33,7 @@ def test_label_smoothing(tmp_path, options):
     assert_same(script(RoundPipeTrainer, tmp_path, settings, roundpipe=options), wanted)
 
 
+@pytest.mark.later
 def test_a_loss_function(tmp_path, options):
     calls: list[type[object]] = []
 
@@ -128,6 +129,7 @@ def test_batches_stay_whole_where_it_is_unknown_how_a_loss_divides(tmp_path, opt
     assert_same(script(RoundPipeTrainer, tmp_path, settings, model=Single(returned), roundpipe=options), wanted)
 
 
+@pytest.mark.later
 def test_so_do_batches_whose_labels_have_other_names(tmp_path, options):
     def model() -> nn.Module:
         torch.manual_seed(0)

@@ -54,6 +54,7 @@ def test_those_of_the_package(names, tmp_path, monkeypatch):
     assert names["trainer"].strategy.strategy_name == "roundpipe"
 
 
+@pytest.mark.later
 def test_those_of_the_page(names, tmp_path):
     script, classes, generating, serving, options, in_backward = blocks("docs/trainer.md")
     exec(script, names)

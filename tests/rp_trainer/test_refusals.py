@@ -66,6 +66,7 @@ class OwnStep(RoundPipeTrainer):
         return super().training_step(*args, **kwargs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("words", "given"),
     [

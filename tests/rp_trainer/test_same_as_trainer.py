@@ -57,6 +57,7 @@ def in_tensorboard(folder: Path) -> dict[tuple[str, int], float]:
     return found
 
 
+@pytest.mark.later
 def test_tensorboard_has_each_number_of_each_row_and_those_of_the_unchanged_trainer(
     tmp_path, options, monkeypatch
 ):
@@ -166,6 +167,7 @@ def test_the_users_own_optimizer_and_scheduler_train_the_same(tmp_path, options)
     assert_same(trained(RoundPipeTrainer, roundpipe=options), trained(Trainer))
 
 
+@pytest.mark.later
 def test_gradients_are_clipped_and_dropped_of_all_that_train_not_only_of_what_the_optimizer_has(tmp_path, options):
     def trained(kind: type[Trainer], **given: Any) -> Trainer:
         model = causal_lm()
@@ -177,6 +179,7 @@ def test_gradients_are_clipped_and_dropped_of_all_that_train_not_only_of_what_th
     assert_same(trained(RoundPipeTrainer, roundpipe=options), trained(Trainer))
 
 
+@pytest.mark.later
 def test_so_does_an_optimizer_that_a_subclass_makes(tmp_path, options):
     class Own:
         def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -272,6 +275,7 @@ def test_masters_may_be_halves(tmp_path, two):
     torch.testing.assert_close(weights(found[2]), weights(found[1]), rtol=0, atol=0)
 
 
+@pytest.mark.later
 def test_a_model_that_is_taken_apart_trains_too(tmp_path, options):
     class Odd(nn.Module):
         """Layers, one of which runs twice."""

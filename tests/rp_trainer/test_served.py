@@ -139,6 +139,7 @@ def test_a_server_on_the_same_gpu_is_awake_only_for_its_text(tmp_path, options, 
     assert parts == [["/sleep", "/wake_up", "/wake_up"]] * (len(parts) - 1) + [["/sleep"]]
 
 
+@pytest.mark.later
 def test_what_cannot_be_served_is_refused_when_the_trainer_is_made(tmp_path, options, server):
     run = partial(trained, path=tmp_path, settings={"max_steps": 1}, mixin=(RoundPipeMixin,), seeded=False)
     with pytest.raises(ValueError, match="GRPOTrainer and RLOOTrainer do"):

@@ -53,6 +53,7 @@ def test_what_is_mapped_is_found(file: Path) -> None:
     assert not MappedFiles.now().holds(torch.frombuffer(shared, dtype=torch.uint8))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.int8])
 @pytest.mark.parametrize("view", [lambda t: t, lambda t: t[::2], lambda t: t[: COUNT // 3 * 3].view(-1, 3).T])
 def test_a_copy_is_that_of_torch_and_leaves_no_pages(
