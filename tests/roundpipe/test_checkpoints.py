@@ -447,7 +447,7 @@ def test_the_buffer_takes_half_of_what_is_free_at_most(
         taken.append(buffer_bytes)
         return FileWriter(folder, buffer_bytes)
 
-    monkeypatch.setattr("rp_checkpoint.saving.saving.Writer", writer)
+    monkeypatch.setattr("rp_checkpoint.saving.saving.FileWriter", writer)
     two.host_limit = lambda: HostLimit("the machine", 1 << 40, free)  # type: ignore[method-assign]
     saved(job(two), tmp_path / "c", buffer_bytes=200 << 20)
     assert taken == [wanted]
