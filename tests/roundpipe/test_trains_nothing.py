@@ -574,3 +574,34 @@ def test_a_sum_and_a_mean_over_the_whole_batch_say_nothing(two: Runtime, loss_fn
 def test_a_mean_is_refused_where_the_batch_s_labels_divide(kind: str):
     with pytest.raises(ValueError, match=r"sum_loss must be a sum.*reduction='sum'"):
         roundpipe.token_mean(MEANS[kind], shift=False)
+
+
+class Tempered(nn.Module):
+    """A loss with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return square_error(outputs * self.temperature, label)
+
+
+def made_inside(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    start = torch.zeros((), requires_grad=True)
+    return start + square_error(outputs, label)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_loss_function_with_a_weight_of_its_own_is_told_when_that_may_be_read(two: Runtime, microbatches: int):
+    model, loss_fn = RoundPipe(mlp(), runtime=two), Tempered()
+    x, y = batch(6)
+    config = RoundPipeRunConfig(num_microbatch=microbatches)
+
+    with pytest.warns(TrainingWarning, match="loss_fn computes with a tensor that requires grad.*is_async=False"):
+        model.forward_backward((x,), None, y, loss_fn, run_config=config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.loss((x,), None, y, loss_fn, run_config=config)
+        model.forward_backward((x,), None, y, loss_fn.requires_grad_(False), run_config=config)
+        model.forward_backward((x,), None, y, made_inside, run_config=config)

@@ -60,9 +60,10 @@ def takes_mean(loss_fn: object) -> bool:
 
 
 class WatchedLoss:
-    """A loss function of one of several microbatches. Its first run is watched: a mean may be what it returns.
+    """A loss function of microbatches. Its first run is watched: a mean may be what it returns, and it may train.
 
-    `rows`: how many samples the batch has, if that is known.
+    `rows`: how many samples the batch has, if that is known. `trains`: whether it was seen to compute with a
+    tensor that requires grad, of which the model does not know, such as a learned temperature.
 
     >>> loss = WatchedLoss(lambda outputs, label: functional.mse_loss(outputs, label) + 1, 2)
     >>> loss(torch.ones(3), torch.zeros(3)), loss.is_mean
@@ -76,8 +77,9 @@ class WatchedLoss:
         self._loss_fn = loss_fn
         self._microbatches = microbatches
         self._rows = rows
+        self.trains = False
         self.is_mean = microbatches > 1 and takes_mean(loss_fn)
-        self._is_watched = microbatches > 1 and not self.is_mean and _may_watch(loss_fn)
+        self._is_watched = not takes_mean(loss_fn) and _may_watch(loss_fn)
 
     def __call__(self, outputs: Any, label: Any) -> Any:
         """Return the loss of one microbatch."""
@@ -88,11 +90,20 @@ class WatchedLoss:
             given = [leaf for leaf in rp_batch.flatten((outputs, label))[0] if isinstance(leaf, torch.Tensor)]
             with _Means(given, self._rows) as means:
                 loss = self._loss_fn(outputs, label)
-        self.is_mean = means.include(loss)
+        self.is_mean = self._microbatches > 1 and means.include(loss)
+        self.trains = means.trains
         return loss
 
     def tell(self) -> None:
-        """Warn of a mean, for `forward_backward` and `loss`: the losses of microbatches are summed."""
+        """Warn of weights, and of a mean, for `forward_backward` and `loss`: losses of microbatches are summed."""
+        if self.trains:
+            warn_user(
+                "loss_fn computes with a tensor that requires grad and is not the model's output, such as a "
+                "learned weight: its .grad is complete in a step function, or after model.synchronize(), not when "
+                "this call returns; and an asynchronous step changes it while the next call reads it, so steps "
+                "must be model.step(..., is_async=False). Let the last layer compute with it, or freeze it",
+                TrainingWarning,
+            )
         if self.is_mean:
             warn_user(
                 "loss_fn takes a mean over each microbatch, and the losses of microbatches are summed, so the "
@@ -129,6 +140,9 @@ class _Means(TorchFunctionMode):
         # What is computed from the microbatch, which of that are sums, and sizes that were asked for. What is
         # counted in the whole batch is none of these.
         self._computed = WeakIdKeyDictionary(dict.fromkeys(given))
+        # All that is given or made here. Whether something else that requires grad is computed with.
+        self._known = WeakIdKeyDictionary(dict.fromkeys(given))
+        self.trains = False
         self._sums = WeakIdKeyDictionary()
         self._counts = set[int]()
         self._of_batch = {1, *((rows or 1) * one.shape[1:].numel() for one in given if one.ndim), rows or 1}
@@ -149,6 +163,8 @@ class _Means(TorchFunctionMode):
         # Nothing counts what is written to a tensor of inference mode, such as a metric.
         if isinstance(result, torch.Tensor) and not result.is_inference():
             self._note_computed(getattr(func, "__name__", ""), args, result)
+            self.trains |= result.requires_grad and any(map(self._is_foreign, (*args, *named.values())))
+            self._known[result] = None
             if self._is_mean(func, args, named, was_mean):
                 self._taken.append((result, result._version))
         return result
@@ -191,6 +207,10 @@ class _Means(TorchFunctionMode):
 
     def _is_computed(self, value: object) -> bool:
         return isinstance(value, torch.Tensor) and value in self._computed
+
+    def _is_foreign(self, value: object) -> bool:
+        is_leaf = isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+        return is_leaf and value not in self._known
 
     def _is_sum(self, value: object) -> bool:
         return isinstance(value, torch.Tensor) and value in self._sums
