@@ -82,6 +82,12 @@ def test_a_run_is_evaluated_and_speaks_on_its_weights_as_it_had_packed_them(
 
     assert loss == pytest.approx(told[-1], rel=1e-6)
     assert said[0].read_text() == said[1].read_text()
+    # Its adapter goes on there, too.
+    data = ["--data", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "next"), "--held-out", "0.3"]
+    given = ["--model", str(folder), "--init-adapter", str(output), "--pack", "nf4", *data, *SETTINGS[2:]]
+    assert main(["train", *given]) == 0
+    first = next(line for line in finetuning.lines(tmp_path / "next") if "held_out_loss" in line)
+    assert first["held_out_loss"] == pytest.approx(told[-1], rel=1e-6)
 
 
 @pytest.mark.slow

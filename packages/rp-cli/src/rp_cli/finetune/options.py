@@ -344,7 +344,7 @@ class FineTuning(AdapterOptions):
                 f"--master {self.master} keeps fp32 masters in halves, but --optim-dtype is {self.optim_dtype}"
             )
         shared.check_master(self.master, self.disk)
-        shared.check_frozen(self.frozen, self.disk, is_adapted=self.is_adapted)
+        shared.check_frozen(self.frozen, self.disk, self.pack, is_adapted=self.is_adapted)
         if self.compute != "bf16" and self.dtype not in (None, "bfloat16"):
             raise Refused(f"--compute {self.compute} is for models in bfloat16, but --dtype is {self.dtype}")
 

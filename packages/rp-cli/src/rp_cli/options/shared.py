@@ -41,9 +41,8 @@ def json() -> Any:
 
 def pack(**more: Any) -> Any:
     """Declare ``--pack``."""
-    why = ": packed weights are frozen, so only adapters can be trained"
-    words = "hold frozen weights in fp8, fp8-rows, int8, nf4 or mxfp4, or as they are stored; with --lora"
-    return option(words, one_of(PACKINGS, "FORMAT"), needs=("lora", why), **more)
+    words = "hold frozen weights below adapters in fp8, fp8-rows, int8, nf4 or mxfp4, or as they are stored"
+    return option(words, one_of(PACKINGS, "FORMAT"), **more)
 
 
 def optimizer(**more: Any) -> Any:
@@ -64,15 +63,18 @@ def check_master(master: str, disk: object) -> None:
         raise Refused("--master disk keeps halves of masters on a disk: name it with --disk")
 
 
-def check_frozen(frozen: str, disk: object, *, is_adapted: bool) -> None:
+def check_frozen(frozen: str, disk: object, pack: str | None, *, is_adapted: bool) -> None:
     """Raise `Refused` for frozen weights on a disk that nothing names, or where there are none.
 
-    `frozen`, `disk`: the values of ``--frozen`` and ``--disk``.
+    `frozen`, `disk`, `pack`: the values of ``--frozen``, ``--disk`` and ``--pack``.
     """
+    adapters = "--lora or --init-adapter"
+    if pack is not None and not is_adapted:
+        raise Refused(f"--pack needs {adapters}: packed weights are frozen, so only adapters can be trained")
     if frozen == "disk" and disk is None:
         raise Refused("--frozen disk keeps frozen weights on a disk: name it with --disk")
     if frozen != "memory" and not is_adapted:
-        raise Refused(f"--frozen {frozen} needs --lora: without adapters no weights are frozen")
+        raise Refused(f"--frozen {frozen} needs {adapters}: without adapters no weights are frozen")
 
 
 def disk_tbw(disk: str = "disk") -> Any:

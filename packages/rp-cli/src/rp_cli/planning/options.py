@@ -273,7 +273,7 @@ class PlanOptions(AdapterOptions):
                 f"--switches must add up to --devices, {self.devices or 1}, but {text} is {sum(self.switches)}"
             )
         shared.check_master(self.master, self.disk_bytes)
-        shared.check_frozen(self.frozen, self.disk_bytes, is_adapted=self.is_adapted)
+        shared.check_frozen(self.frozen, self.disk_bytes, self.pack, is_adapted=self.is_adapted)
         self._check_network()
 
     def _check_network(self) -> None:
