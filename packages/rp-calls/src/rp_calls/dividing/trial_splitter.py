@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import rp_batch
+import torch
+from rp_batch.spec import MergeRule
 from rp_engine import Engine, RoundPipeRunConfig, Runtime
 from rp_engine.wrapping import View
 from rp_sched import Mode
@@ -18,6 +21,9 @@ from rp_calls.dividing.rows import rows_at_end
 from rp_calls.dividing.trial import Fit, FoundSplit, SplitTrial
 from rp_calls.microbatching import in_one_piece, num_microbatches
 
+# In units of the dtype's epsilon.
+_ROUNDINGS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class CallToSplit:
@@ -25,8 +31,8 @@ class CallToSplit:
 
     `name`: of the module, in warnings. `kind`: what calls that are alike have in common, beside their arguments
     and the modules' modes. `arguments`: the pair (args, kwargs). `address`: makes the engine's arguments from the
-    call's, for each microbatch. `fit`: finds how outputs merge. `is_loss`: it computes a
-    loss without gradients, which several machines divide, as calls that train.
+    call's, for each microbatch. `fit`: finds how outputs merge. `is_loss`: it computes a loss without
+    gradients, which several machines divide, as calls that train.
     """
 
     name: str
@@ -92,9 +98,45 @@ class SplitCall:
             if isinstance(rule, rp_batch.Equal)
         )
 
+    def loosened(self, outputs: Sequence[Any]) -> SplitCall:
+        """Return it with means in place of equality where these outputs differ, but in roundings alone.
+
+        Numbers that are zero but for roundings may be equal in a trial, and not in the call. Roundings are those
+        of sums of numbers as large as the largest of the outputs.
+
+        >>> divided = SplitCall(rp_batch.Parts([1, 2]), (rp_batch.Concat(), rp_batch.Equal()))
+        >>> rows, zero = torch.ones(2), torch.tensor(0.0)
+        >>> [divided.loosened([(rows, zero), (rows, zero + far)]).merging[1] for far in (0.0, 1e-8, 1e-2)]
+        [Equal(), Mean(), Equal()]
+        """
+        if self.merging is None or self.fits(outputs):
+            return self
+        rules, structure = rp_batch.flatten(self.merging)
+        leaves, structures = zip(*map(rp_batch.flatten, outputs), strict=True)
+        if not all(map(structure.__eq__, structures)):
+            return self
+        largest = max((float(leaf.abs().max()) for leaf in chain(*leaves) if _has_roundings(leaf)), default=0.0)
+        pairs = zip(rules, zip(*leaves, strict=True), strict=True)
+        loose = [_loosened(rule, column, largest) for rule, column in pairs]
+        return replace(self, merging=rp_batch.unflatten(structure, loose))
+
     def is_alike(self, other: SplitCall) -> bool:
         """Return whether the other one has the same microbatches."""
         return (self.way, self.parts.sizes) == (other.way, other.parts.sizes)
+
+
+def _has_roundings(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel() > 0
+
+
+def _loosened(rule: MergeRule, column: Sequence[Any], largest: float) -> MergeRule:
+    first = column[0]
+    if not isinstance(rule, rp_batch.Equal) or rp_batch.are_same(column) or not all(map(_has_roundings, column)):
+        return rule
+    if any((leaf.shape, leaf.dtype) != (first.shape, first.dtype) for leaf in column):
+        return rule
+    apart = max(float((leaf - first).abs().max()) for leaf in column)
+    return rp_batch.Mean() if apart <= _ROUNDINGS * torch.finfo(first.dtype).eps * largest else rule
 
 
 class TrialSplitter:

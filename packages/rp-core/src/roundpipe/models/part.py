@@ -159,7 +159,7 @@ class Part(RoundPipe):
         if not again.is_alike(divided):
             # Otherwise the outputs stand, and buffers are written once.
             outputs = self._outputs(again, arrivals, call)
-        return self._joined(outputs, again, call)
+        return self._joined(outputs, again.loosened(outputs), call)
 
     def _outputs(self, divided: SplitCall, arrivals: Arrivals, call: _Call) -> list[Any]:
         """Run a call in microbatches; return their outputs."""
