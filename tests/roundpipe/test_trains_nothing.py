@@ -484,6 +484,11 @@ SEEN_MEANS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "terms of a list": lambda outputs, label: sum([(outputs - label).abs().mean(), outputs.square().mean()]),
     "one less": lambda outputs, label: 1 - (outputs * label).mean(),
     "added in place": lambda outputs, label: added_up(nn.functional.mse_loss(outputs, label)),
+    "half of one": lambda outputs, label: 0.5 * nn.functional.mse_loss(outputs, label),
+    "a quarter": lambda outputs, label: nn.functional.mse_loss(outputs, label).div(4),
+    "its negative": lambda outputs, label: -(outputs * label).mean(),
+    "its root": lambda outputs, label: nn.functional.mse_loss(outputs, label).sqrt(),
+    "a variance": lambda outputs, label: 2 * (outputs - label).var(),
     "by length": lambda outputs, label: square_error(outputs, label) / len(outputs),
     "by shape": lambda outputs, label: square_error(outputs, label).div(label.shape[0]),
     "by elements": lambda outputs, label: square_error(outputs, label) / torch.cat((outputs, label)).numel(),
@@ -530,6 +535,13 @@ SUMS = {
     "divided by the elements of the batch": lambda outputs, label: by_elements_of_batch(outputs, label),
     "divided by a count of the batch": lambda outputs, label: square_error(outputs, label) / WHOLE.sum(),
     "a mean that is weighted": lambda outputs, label: (outputs - label).square().mean() * (len(label) / 6),
+    "a mean that is weighted by a count": lambda outputs, label: (
+        nn.functional.mse_loss(outputs, label) * (torch.ones_like(label).sum().item() / 100)
+    ),
+    "a weighted mean by the number of microbatches": lambda outputs, label: (
+        0.5 * nn.functional.mse_loss(outputs, label) / 3
+    ),
+    "a mean that is left out": lambda outputs, label: square_error(outputs, label) + 0 * outputs.mean(),
     "scaled by a size": lambda outputs, label: square_error(outputs / outputs.shape[1], label),
     "with a temperature": lambda outputs, label: square_error(outputs, label) / torch.tensor(2.0).exp(),
     "means over features": lambda outputs, label: (outputs - label).square().mean(1).sum(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -88,7 +89,7 @@ class WatchedLoss:
                 return self._loss_fn(outputs, label)
             self._is_watched = False
             given = [leaf for leaf in rp_batch.flatten((outputs, label))[0] if isinstance(leaf, torch.Tensor)]
-            with _Means(given, self._rows) as means:
+            with _Means(given, self._rows, self._microbatches) as means:
                 loss = self._loss_fn(outputs, label)
         self.is_mean = self._microbatches > 1 and means.include(loss)
         self.trains = means.trains
@@ -114,8 +115,15 @@ class WatchedLoss:
             )
 
 
-# Names of operations after which a mean is still one, if one of their arguments is; of divisions; of sums; of what
-# makes a divisor of a sum; and of what tells sizes.
+# Functions that are means if they are given nothing but a tensor, or as much too large as these.
+_REDUCTIONS = (torch.mean, torch.Tensor.mean, torch.std, torch.Tensor.std, torch.var, torch.Tensor.var)
+# Names of operations after which a mean is still one: if their argument is, if it is multiplied by a number, if
+# one of their arguments is. Those of divisions; of sums; of what makes a divisor of a sum; of what tells sizes; of
+# what tells values.
+_UNARY = frozenset(
+    ("__neg__", "clone", "double", "exp", "float", "log", "neg", "negative", "sqrt", "squeeze", "to")
+)
+_PRODUCTS = frozenset(("__imul__", "__mul__", "__rmul__", "mul", "mul_", "multiply"))
 _ADDITIONS = frozenset(
     ("add", "add_", "rsub", "sub", "sub_", "__add__", "__iadd__", "__isub__", "__radd__", "__rsub__", "__sub__")
 )
@@ -125,16 +133,20 @@ _OF_SUMS = frozenset(
     ("add", "__add__", "__radd__", "clamp", "clamp_min", "double", "float", "max", "maximum", "to")
 )
 _SIZES = frozenset(("__get__", "__len__", "nelement", "numel", "size"))
+_VALUES = frozenset(("__float__", "__int__", "item", "tolist"))
 
 
 class _Means(TorchFunctionMode):
     """Notes the means that are taken inside: by functions of torch, or as a sum divided by a count.
 
-    `given`: the tensors of the microbatch. `rows`: how many samples the batch has.
+    `given`: the tensors of the microbatch. `rows`: how many samples the batch has, in so many `microbatches`.
     """
 
-    def __init__(self, given: Sequence[torch.Tensor], rows: int | None) -> None:
+    def __init__(self, given: Sequence[torch.Tensor], rows: int | None, microbatches: int) -> None:
         super().__init__()
+        self._microbatches = microbatches
+        # Whether the number of rows or a value was asked for, so that a mean may be weighted by its share.
+        self._may_weigh = False
         # With their versions: what is written since, as by ``loss /= 2``, is a mean no more.
         self._taken: list[tuple[torch.Tensor, int]] = []
         # What is computed from the microbatch, which of that are sums, and sizes that were asked for. What is
@@ -155,19 +167,24 @@ class _Means(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call the function of torch."""
-        named = kwargs or {}
+        named, name = kwargs or {}, getattr(func, "__name__", "")
         was_mean = [self.include(one) for one in args]
         result = func(*args, **named)
-        if getattr(func, "__name__", "") in _SIZES and self._is_computed(args[0]):
-            self._counts |= {*self._numbers(args[0], result)} - self._of_batch
+        if name in _SIZES and self._is_computed(args[0]):
+            self._note_sizes(args[0], {*self._numbers(args[0], result)})
+        self._may_weigh |= name in _VALUES and self._is_computed(args[0])
         # Nothing counts what is written to a tensor of inference mode, such as a metric.
         if isinstance(result, torch.Tensor) and not result.is_inference():
-            self._note_computed(getattr(func, "__name__", ""), args, result)
+            self._note_computed(name, args, result)
             self.trains |= result.requires_grad and any(map(self._is_foreign, (*args, *named.values())))
             self._known[result] = None
             if self._is_mean(func, args, named, was_mean):
                 self._taken.append((result, result._version))
         return result
+
+    def _note_sizes(self, sized: torch.Tensor, sizes: set[int]) -> None:
+        self._counts |= sizes - self._of_batch
+        self._may_weigh |= sized.ndim > 0 and not sizes.isdisjoint((sized.shape[0], sized.numel()))
 
     def _note_computed(self, name: str, args: Sequence[Any], result: torch.Tensor) -> None:
         # Tensors that are put together come in a list.
@@ -186,15 +203,21 @@ class _Means(TorchFunctionMode):
         was_mean: Sequence[bool],
     ) -> bool:
         name = getattr(func, "__name__", "")
-        if func in (torch.mean, torch.Tensor.mean):
+        if func in _REDUCTIONS:
             given = args[0] if args else None
             # That of a single number is that number, as in a loss that is reduced once more to be sure.
             is_number = isinstance(given, torch.Tensor) and given.ndim == 0
             return was_mean[0] if is_number else len(args) == 1 and named.get("dim") is None
         if name in _ADDITIONS:
             return any(was_mean)
+        if name in _UNARY:
+            return was_mean[:1] == [True]
+        if name in _PRODUCTS and any(was_mean):
+            return self._keeps_mean(args[was_mean.index(False)] if False in was_mean else None)
+        if name in _DIVISIONS and was_mean[0]:
+            return self._keeps_mean(1 / args[1] if isinstance(args[1], int | float) and args[1] else None)
         if name in _DIVISIONS and len(args) == 2:
-            is_number = self._is_computed(args[0]) and args[0].numel() == 1 and not was_mean[0]
+            is_number = self._is_computed(args[0]) and args[0].numel() == 1
             return is_number and (self._is_sum(args[1]) or self._is_count(args[1]))
         return func in _FUNCTIONS and named.get("reduction", "mean") in _MEANS
 
@@ -204,6 +227,12 @@ class _Means(TorchFunctionMode):
         if isinstance(found, int):
             return [found]
         return [sized.shape[0], sized.numel()] if isinstance(found, torch.Size) and sized.ndim else []
+
+    def _keeps_mean(self, factor: object) -> bool:
+        """Return whether a mean times this is M times too large: it may be a share of the batch, such as 1 / M."""
+        if self._may_weigh or not isinstance(factor, int | float) or not factor:
+            return False
+        return not math.isclose(factor * self._microbatches, 1)
 
     def _is_computed(self, value: object) -> bool:
         return isinstance(value, torch.Tensor) and value in self._computed
