@@ -88,7 +88,7 @@ class WatchedLoss:
             if not self._is_watched:
                 return self._loss_fn(outputs, label)
             self._is_watched = False
-            given = [leaf for leaf in rp_batch.flatten((outputs, label))[0] if isinstance(leaf, torch.Tensor)]
+            given = [leaf for leaf in rp_batch.flatten((outputs, label))[0] if _has_sizes(leaf)]
             with _Means(given, self._rows, self._microbatches) as means:
                 loss = self._loss_fn(outputs, label)
         self.is_mean = self._microbatches > 1 and means.include(loss)
@@ -189,7 +189,7 @@ class _Means(TorchFunctionMode):
     def _note_computed(self, name: str, args: Sequence[Any], result: torch.Tensor) -> None:
         # Tensors that are put together come in a list.
         several = (cast("Sequence[object]", one) if isinstance(one, list | tuple) else (one,) for one in args)
-        if any(map(self._is_computed, chain.from_iterable(several))):
+        if _has_sizes(result) and any(map(self._is_computed, chain.from_iterable(several))):
             self._computed[result] = None
             of_sum = name in _OF_SUMS and any(map(self._is_sum, args))
             if result.numel() == 1 and (name in _SUMS or of_sum):
@@ -251,6 +251,10 @@ class _Means(TorchFunctionMode):
         """Return whether a loss function has returned one of them, as its only loss or one of several."""
         losses = cast("Sequence[object]", loss) if isinstance(loss, list | tuple) else [loss]
         return any(one is mean and mean._version == version for one in losses for mean, version in self._taken)
+
+
+def _has_sizes(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and not leaf.is_nested
 
 
 def _may_watch(loss_fn: object) -> bool:

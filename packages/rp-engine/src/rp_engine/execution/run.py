@@ -90,7 +90,7 @@ class Run:
         self._exchange = Exchange()
         self._exchange.expect_tasks(call, self.tasks)
         # Of blocks that backward tasks read after the call has returned.
-        self._writes = LateWrites()
+        self._writes = LateWrites(call.state)
         self._caller = CallerSlots(call, batch, runtime.backend, self._exchange)
         self._caller.put_batch()
 
@@ -192,11 +192,8 @@ class Run:
         # Those of backward tasks, too: what changes in a layer between forward and backward belongs to neither.
         for task in self.tasks:
             self._twins[task.device].ensure(task.layers)
-        self._writes = LateWrites(
-            self._turns.read_late(tasks),
-            samples=self.number < _SAMPLED or self.call.compares,
-            is_stepping=lambda: self.call.state.is_stepping,
-        )
+        samples = self.number < _SAMPLED or self.call.compares
+        self._writes = LateWrites(self.call.state, self._turns.read_late(tasks), samples=samples)
         jobs: deque[tuple[Lane, TaskJob]] = deque()
         try:
             jobs.extend(self._prepare(task, times) for task in tasks)

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable, Set
 
 from rp_errors import RoundPipeError
 
 from rp_state.block import Block
+from rp_state.model_state import ModelState
 
 
 class LateWrites:
     """Notes how often code outside the engine had written some blocks, which a backward pass is going to read.
 
-    `samples`: also writes past version counters are seen, unless `is_stepping` while there is no second block:
-    a step writes where calls read then.
+    `samples`: writes past version counters are seen, too, unless a step is running while there is no second block:
+    it writes where calls read then.
     """
 
-    def __init__(
-        self,
-        blocks: Iterable[Block] = (),
-        *,
-        samples: bool = False,
-        is_stepping: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._is_stepping = is_stepping
+    def __init__(self, state: ModelState, blocks: Iterable[Block] = (), *, samples: bool = False) -> None:
+        self._state = state
         self._counts = {block: block.writes_outside() for block in blocks}
         still = [block for block in self._counts if samples and self._is_still(block)]
         self._unseen = {block: block.unseen_writes() for block in still}
@@ -49,4 +44,4 @@ class LateWrites:
         return block.writes_outside() != self._counts[block] or (is_unseen and self._is_still(block))
 
     def _is_still(self, block: Block) -> bool:
-        return block.has_back or not self._is_stepping()
+        return block.has_back or not self._state.is_stepping
