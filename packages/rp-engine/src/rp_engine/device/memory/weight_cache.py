@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,9 +134,9 @@ class DeviceWeightCache(WeightCache):
         self._start_bytes = self._start_coming_bytes = 0
         # Above `_start_bytes`, in use as a task begins: by tasks, or by the caller's own work between calls.
         self._peak_bytes = self._last_peak_bytes = 0
-        # Bytes that tasks bring, and of freed memory that may still be in use.
+        # Bytes that tasks bring, and memory that is freed once nothing uses it.
         self._coming_bytes = 0
-        self._leaving: deque[tuple[Event, int]] = deque()
+        self._leaving: list[weakref.ref[torch.Tensor]] = []
 
     # See `WeightCache`
 
@@ -211,8 +211,7 @@ class DeviceWeightCache(WeightCache):
             excess -= block.nbytes
             if block in new:
                 # The task itself frees it.
-                del self._blocks[block]
-                self._note_leaving(block.nbytes)
+                self._note_leaving(self._blocks.pop(block).memory)
             else:
                 self._drop([block])
         # What the caller takes until the next call is measured, too.
@@ -230,8 +229,10 @@ class DeviceWeightCache(WeightCache):
             self.clear()
 
     def _measure_from_now(self) -> None:
+        # After what is free was freed: its memory would count as the next task's peak.
+        self._retainer.flush()
         self._device.reset_peak_memory()
-        self._start_bytes, self._start_coming_bytes = self._memory().used_bytes, self._coming_bytes
+        self._start_bytes, self._start_coming_bytes = self._device.memory().used_bytes, self._coming_bytes
 
     def _room_bytes(self, use: MemoryUse) -> int:
         """How many bytes of weights may stay until the next call is over."""
@@ -254,12 +255,13 @@ class DeviceWeightCache(WeightCache):
         return sum(block.nbytes for block in self._blocks)
 
     def _leaving_bytes(self) -> int:
-        while self._leaving and self._leaving[0][0].query():
-            self._leaving.popleft()
-        return sum(nbytes for _, nbytes in self._leaving)
+        # Not by events: one may happen before what it was recorded for is freed.
+        there = [memory for each in self._leaving if (memory := each()) is not None]
+        self._leaving = list(map(weakref.ref, there))
+        return sum(memory.nbytes for memory in there)
 
-    def _note_leaving(self, nbytes: int) -> None:
-        self._leaving.append((self._device.compute.record(), nbytes))
+    def _note_leaving(self, memory: torch.Tensor) -> None:
+        self._leaving.append(weakref.ref(memory))
 
     def _drop(self, blocks: Iterable[Block]) -> None:
         if self.graphs.has_any:
@@ -270,7 +272,7 @@ class DeviceWeightCache(WeightCache):
             cached = self._blocks.pop(block)
             cached.release(block, cached.memory)
             self._retainer.keep(self._device.compute.record(), cached.memory)
-            self._note_leaving(block.nbytes)
+            self._note_leaving(cached.memory)
 
     def clear(self) -> None:
         """Free all of them, and the graphs that read them, once what uses them is over."""
