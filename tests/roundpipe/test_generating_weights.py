@@ -6,7 +6,7 @@ import copy
 import gc
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +20,9 @@ from roundpipe import (
     wrap_model_to_roundpipe,
 )
 from roundpipe.optim import AdamW
+from rp_engine.device.memory.weight_cache import DeviceWeightCache
 from rp_sched import LayerCost, Limits, Task, simulate
+from rp_transfer import MemoryUse
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
@@ -319,3 +321,39 @@ def test_what_helps_is_told_where_memory_is_too_small_for_keys_and_values(llama:
         del raised
         # What fits goes on.
         assert generated(model).shape == (2, PROMPTS.shape[1] + NUM_TOKENS)
+
+
+class Emptying:
+    """A device with memory that the next flush frees, and the retainer that holds it."""
+
+    def __init__(self) -> None:
+        self.used = self.held = self.peak = 0
+
+    def hold(self, nbytes: int) -> None:
+        self.used, self.held = self.used + nbytes, self.held + nbytes
+
+    def flush(self) -> None:
+        self.used, self.held = self.used - self.held, 0
+
+    def reset_peak_memory(self) -> None:
+        self.peak = self.used
+
+    def memory(self) -> MemoryUse:
+        self.peak = max(self.peak, self.used)
+        return MemoryUse("one", self.used, self.peak, 1000)
+
+
+def test_memory_that_is_freed_as_a_task_begins_is_not_what_the_task_takes() -> None:
+    device = Emptying()
+    weights = torch.zeros(600, dtype=torch.uint8)
+    block: Any = type("OneBlock", (), {"nbytes": 600, "users": (0,)})()
+    cache = DeviceWeightCache(cast("Any", device), cast("Any", device), 1000, 600, [600], 1000)
+    cache.begin(1, 0)
+    cache.bring(600)
+    device.used += 600
+
+    device.hold(500)
+    cache.start()
+    kept = cache.keep({block: (weights, cast("Any", None))}, 1, lambda *_: None)
+
+    assert kept == {block}
