@@ -484,6 +484,7 @@ SEEN_MEANS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "terms of a list": lambda outputs, label: sum([(outputs - label).abs().mean(), outputs.square().mean()]),
     "one less": lambda outputs, label: 1 - (outputs * label).mean(),
     "added in place": lambda outputs, label: added_up(nn.functional.mse_loss(outputs, label)),
+    "by keywords": lambda outputs, label: torch.div(input=torch.mean(input=(outputs - label).abs()), other=4),
     "half of one": lambda outputs, label: 0.5 * nn.functional.mse_loss(outputs, label),
     "a quarter": lambda outputs, label: nn.functional.mse_loss(outputs, label).div(4),
     "its negative": lambda outputs, label: -(outputs * label).mean(),
@@ -540,6 +541,9 @@ SUMS = {
     ),
     "a weighted mean by the number of microbatches": lambda outputs, label: (
         0.5 * nn.functional.mse_loss(outputs, label) / 3
+    ),
+    "a mean that is weighted by keywords": lambda outputs, label: torch.mul(
+        other=torch.numel(input=label) / 100, input=nn.functional.mse_loss(outputs, label)
     ),
     "a mean that is left out": lambda outputs, label: square_error(outputs, label) + 0 * outputs.mean(),
     "scaled by a size": lambda outputs, label: square_error(outputs / outputs.shape[1], label),

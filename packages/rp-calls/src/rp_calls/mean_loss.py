@@ -168,17 +168,18 @@ class _Means(TorchFunctionMode):
     ) -> Any:
         """Call the function of torch."""
         named, name = kwargs or {}, getattr(func, "__name__", "")
-        was_mean = [self.include(one) for one in args]
+        given = (*args, *named.values())
+        was_mean = [self.include(one) for one in given]
         result = func(*args, **named)
-        if name in _SIZES and self._is_computed(args[0]):
-            self._note_sizes(args[0], {*self._numbers(args[0], result)})
-        self._may_weigh |= name in _VALUES and self._is_computed(args[0])
+        if name in _SIZES and self._is_computed(given[0]):
+            self._note_sizes(given[0], {*self._numbers(given[0], result)})
+        self._may_weigh |= name in _VALUES and self._is_computed(given[0])
         # Nothing counts what is written to a tensor of inference mode, such as a metric.
         if isinstance(result, torch.Tensor) and not result.is_inference():
-            self._note_computed(name, args, result)
-            self.trains |= result.requires_grad and any(map(self._is_foreign, (*args, *named.values())))
+            self._note_computed(name, given, result)
+            self.trains |= result.requires_grad and any(map(self._is_foreign, given))
             self._known[result] = None
-            if self._is_mean(func, args, named, was_mean):
+            if self._is_mean(func, given, named, was_mean):
                 self._taken.append((result, result._version))
         return result
 
@@ -198,27 +199,26 @@ class _Means(TorchFunctionMode):
     def _is_mean(
         self,
         func: Callable[..., Any],
-        args: Sequence[Any],
+        given: Sequence[Any],
         named: Mapping[str, Any],
         was_mean: Sequence[bool],
     ) -> bool:
         name = getattr(func, "__name__", "")
         if func in _REDUCTIONS:
-            given = args[0] if args else None
             # That of a single number is that number, as in a loss that is reduced once more to be sure.
-            is_number = isinstance(given, torch.Tensor) and given.ndim == 0
-            return was_mean[0] if is_number else len(args) == 1 and named.get("dim") is None
+            is_number = isinstance(given[0], torch.Tensor) and given[0].ndim == 0
+            return was_mean[0] if is_number else len(given) - len(named) <= 1 and named.get("dim") is None
         if name in _ADDITIONS:
             return any(was_mean)
         if name in _UNARY:
             return was_mean[:1] == [True]
         if name in _PRODUCTS and any(was_mean):
-            return self._keeps_mean(args[was_mean.index(False)] if False in was_mean else None)
+            return self._keeps_mean(given[was_mean.index(False)] if False in was_mean else None)
         if name in _DIVISIONS and was_mean[0]:
-            return self._keeps_mean(1 / args[1] if isinstance(args[1], int | float) and args[1] else None)
-        if name in _DIVISIONS and len(args) == 2:
-            is_number = self._is_computed(args[0]) and args[0].numel() == 1
-            return is_number and (self._is_sum(args[1]) or self._is_count(args[1]))
+            return self._keeps_mean(1 / given[1] if isinstance(given[1], int | float) and given[1] else None)
+        if name in _DIVISIONS and len(given) == 2:
+            is_number = self._is_computed(given[0]) and given[0].numel() == 1
+            return is_number and (self._is_sum(given[1]) or self._is_count(given[1]))
         return func in _FUNCTIONS and named.get("reduction", "mean") in _MEANS
 
     @staticmethod
